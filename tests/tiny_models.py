@@ -1,0 +1,373 @@
+"""Tiny random-weight GGUF models, one for each kind of memory the engine has.
+
+=============  ====================  ============================================
+writer         kind of memory        what is special
+=============  ====================  ============================================
+write_llama    attention             any size through its arguments
+write_gemma2   sliding window of 32  every other layer forgets, soft-capped logits
+write_mamba    recurrent             a state of fixed size, no rows to cut
+write_jamba    hybrid                recurrent and attention layers in turn
+=============  ====================  ============================================
+
+The same arguments give the same bytes on every machine: weights come from the
+raw 64-bit stream of PCG64, which numpy promises never to change, seeded with
+the seed and the tensor's name. A model with one more layer, another vocabulary
+size or another RoPE base therefore shares all its other weights with its
+sibling.
+
+The text these models write is nonsense, but nonsense that depends on every
+token before it and on where each one stands: query and key weights are scaled
+up until attention picks a few positions instead of averaging over all of them.
+
+The vocabulary (`tokens_and_merges`) has a token for each byte, its id the
+byte's value, so any text goes in and comes out unchanged; then four control
+tokens; then words of two and more letters joined by BPE merges.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import zlib
+from collections.abc import Iterator
+from os import PathLike
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "BOS",
+    "CHAT_TEMPLATE",
+    "EOS",
+    "IM_END",
+    "IM_START",
+    "SLIDING_WINDOW",
+    "change_one_weight",
+    "tokens_and_merges",
+    "write_gemma2",
+    "write_jamba",
+    "write_llama",
+    "write_mamba",
+]
+
+Path = str | PathLike[str]
+Array = npt.NDArray[np.float32]
+
+BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
+SPECIAL = {BOS: "<|bos|>", EOS: "<|endoftext|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+SLIDING_WINDOW = 32
+
+_ALPHABET = "etaoinshrdlucmfwypvbgkjqxz"
+
+
+def _byte_letters() -> list[str]:
+    """Return the printable letter that stands for each byte in a byte-level BPE."""
+    letters = [chr(b) for b in range(256)]
+    # Control codes, the space and a few invisible letters move above 255, in order.
+    hidden = [*range(33), *range(127, 161), 173]
+    for n, b in enumerate(hidden):
+        letters[b] = chr(256 + n)
+    return letters
+
+
+def _merged_words() -> Iterator[tuple[str, str]]:
+    """Yield merges without end: space + letter, then two letters, three, four, …"""
+    space = _byte_letters()[ord(" ")]
+    yield from ((space, letter) for letter in _ALPHABET)
+    for length in itertools.count(1):
+        for *left, right in itertools.product(_ALPHABET, repeat=length + 1):
+            yield "".join(left), right
+
+
+def tokens_and_merges(n_vocab: int) -> tuple[list[str], list[str]]:
+    """Build the vocabulary: bytes 0 to 255, the control tokens, then merged words.
+
+    Parameters
+    ----------
+    n_vocab : int
+        Number of tokens, at least 260.
+
+    Returns
+    -------
+    tokens : list of str
+        `n_vocab` tokens in byte-level BPE letters.
+    merges : list of str
+        One a merged word, in the order in which they apply.
+    """
+    tokens = [*_byte_letters(), *SPECIAL.values()]
+    if n_vocab < len(tokens):
+        raise ValueError(f"n_vocab must be at least {len(tokens)}, got {n_vocab}")
+    pairs = list(itertools.islice(_merged_words(), n_vocab - len(tokens)))
+    tokens += [left + right for left, right in pairs]
+    return tokens, [f"{left} {right}" for left, right in pairs]
+
+
+class _Model:
+    """A GGUF file in the making: its metadata, its tokenizer and random tensors."""
+
+    def __init__(
+        self, path: Path, arch: str, *, seed: int, n_vocab: int, n_layer: int, n_embd: int,
+        n_ff: int, n_ctx: int, add_bos: bool, eos_gain: float,
+    ) -> None:  # fmt: skip
+        self.seed, self.n_vocab, self.n_embd, self.n_ff = seed, n_vocab, n_embd, n_ff
+        self.eos_gain = eos_gain
+        self.gguf = w = gguf.GGUFWriter(path, arch)
+        w.add_name(f"tiny-{arch}-{seed}")
+        w.add_block_count(n_layer)
+        w.add_context_length(n_ctx)
+        w.add_embedding_length(n_embd)
+        w.add_feed_forward_length(n_ff)
+        w.add_layer_norm_rms_eps(1e-5)
+        w.add_file_type(gguf.LlamaFileType.ALL_F32)
+
+        tokens, merges = tokens_and_merges(n_vocab)
+        types = [gguf.TokenType.NORMAL] * n_vocab
+        for token in SPECIAL:
+            types[token] = gguf.TokenType.CONTROL
+        w.add_tokenizer_model("gpt2")
+        # The rules of the default model. With those called "gpt-2", detokenizing
+        # would drop the space before punctuation.
+        w.add_tokenizer_pre("smollm")
+        w.add_token_list(tokens)
+        w.add_token_types(types)
+        w.add_token_merges(merges)
+        w.add_bos_token_id(BOS)
+        w.add_eos_token_id(EOS)
+        w.add_eot_token_id(IM_END)
+        w.add_add_bos_token(add_bos)
+        w.add_chat_template(CHAT_TEMPLATE)
+
+    def random(self, name: str, *shape: int) -> Array:
+        """Return uniform numbers of mean 0 and variance 1 that depend on seed and name."""
+        stream = np.random.PCG64([self.seed, zlib.crc32(name.encode())])
+        raw = stream.random_raw(int(np.prod(shape))) >> np.uint64(40)  # 24 bits, exact in f32
+        unit = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
+        return (unit * np.float32(3.0**0.5)).reshape(shape)
+
+    def add(self, name: str, tensor: Array) -> None:
+        self.gguf.add_tensor(name, tensor)
+
+    def matrix(self, name: str, n_out: int, n_in: int, gain: float = 1.0) -> None:
+        """Add a weight that keeps the size of its input, times `gain`."""
+        self.add(f"{name}.weight", self.random(name, n_out, n_in) * np.float32(gain / n_in**0.5))
+
+    def norm(self, name: str, n: int, gain: float = 1.0) -> None:
+        weights = np.float32(gain) * (1 + self.random(name, n) * np.float32(0.1))
+        self.add(f"{name}.weight", weights)
+
+    def embedding(self, name: str, gain: float, special_gain: float) -> None:
+        """Add a matrix with a row a token; control tokens get their own gains."""
+        rows = self.random(name, self.n_vocab, self.n_embd) * np.float32(gain)
+        rows[list(SPECIAL)] *= np.float32(special_gain)
+        rows[[EOS, IM_END]] *= np.float32(self.eos_gain / special_gain)
+        self.add(f"{name}.weight", rows)
+
+    def embeddings(self) -> None:
+        """Add token embeddings, the last norm and a separate output matrix."""
+        self.add("token_embd.weight", self.random("token_embd", self.n_vocab, self.n_embd))
+        self.norm("output_norm", self.n_embd)
+        self.embedding("output", 2.0 / self.n_embd**0.5, 0.01)
+
+    def rope(self, n_dims: int, freq_base: float) -> None:
+        self.gguf.add_rope_dimension_count(n_dims)
+        self.gguf.add_rope_freq_base(freq_base)
+
+    def heads(self, n_head: int, n_head_kv: int | list[int], n_head_dim: int) -> None:
+        self.gguf.add_head_count(n_head)
+        self.gguf.add_head_count_kv(n_head_kv)
+        self.gguf.add_key_length(n_head_dim)
+        self.gguf.add_value_length(n_head_dim)
+
+    def attention(self, il: int, n_head: int, n_head_kv: int, n_head_dim: int) -> None:
+        blk = f"blk.{il}"
+        # Scores of a standard deviation of 4 instead of 1: attention takes sides.
+        self.matrix(f"{blk}.attn_q", n_head * n_head_dim, self.n_embd, gain=2.0)
+        self.matrix(f"{blk}.attn_k", n_head_kv * n_head_dim, self.n_embd, gain=2.0)
+        self.matrix(f"{blk}.attn_v", n_head_kv * n_head_dim, self.n_embd)
+        self.matrix(f"{blk}.attn_output", self.n_embd, n_head * n_head_dim, gain=2.0)
+
+    def feed_forward(self, il: int) -> None:
+        blk = f"blk.{il}"
+        self.norm(f"{blk}.ffn_norm", self.n_embd)
+        self.matrix(f"{blk}.ffn_gate", self.n_ff, self.n_embd)
+        self.matrix(f"{blk}.ffn_up", self.n_ff, self.n_embd)
+        self.matrix(f"{blk}.ffn_down", self.n_embd, self.n_ff, gain=2.0)
+
+    def ssm_hparams(self, d_conv: int, d_state: int, dt_rank: int) -> None:
+        self.gguf.add_ssm_conv_kernel(d_conv)
+        self.gguf.add_ssm_inner_size(2 * self.n_embd)  # the engine knows no other factor
+        self.gguf.add_ssm_state_size(d_state)
+        self.gguf.add_ssm_time_step_rank(dt_rank)
+
+    def ssm(self, il: int, d_conv: int, d_state: int, dt_rank: int, *, norms: bool) -> None:
+        blk, d_inner = f"blk.{il}", 2 * self.n_embd
+        self.matrix(f"{blk}.ssm_in", 2 * d_inner, self.n_embd, gain=2.0)
+        self.matrix(f"{blk}.ssm_conv1d", d_inner, d_conv)
+        self.add(f"{blk}.ssm_conv1d.bias", self.random(f"{blk}.conv_b", d_inner) * np.float32(0.1))
+        self.matrix(f"{blk}.ssm_x", dt_rank + 2 * d_state, d_inner)
+        self.matrix(f"{blk}.ssm_dt", d_inner, dt_rank)
+        # Time steps around softplus(-5) = 0.007: the state remembers some hundred tokens.
+        self.add(f"{blk}.ssm_dt.bias", self.random(f"{blk}.dt_b", d_inner) - np.float32(5.0))
+        decay = np.arange(1, d_state + 1, dtype=np.float32)
+        self.add(f"{blk}.ssm_a", np.tile(-decay, (d_inner, 1)))
+        self.add(f"{blk}.ssm_d", 1 + self.random(f"{blk}.d", d_inner) * np.float32(0.1))
+        self.matrix(f"{blk}.ssm_out", self.n_embd, d_inner, gain=2.0)
+        if norms:
+            self.norm(f"{blk}.ssm_dt_norm", dt_rank)
+            self.norm(f"{blk}.ssm_b_norm", d_state)
+            self.norm(f"{blk}.ssm_c_norm", d_state)
+
+    def write(self) -> None:
+        self.gguf.write_header_to_file()
+        self.gguf.write_kv_data_to_file()
+        self.gguf.write_tensors_to_file()
+        self.gguf.close()
+
+
+def write_llama(
+    path: Path, *, seed: int = 0, n_vocab: int = 384, n_layer: int = 4, n_embd: int = 64,
+    n_head: int = 4, n_head_kv: int = 2, n_head_dim: int = 32, n_ff: int = 128,
+    n_ctx: int = 16384, rope_freq_base: float = 10000.0, add_bos: bool = False,
+    eos_gain: float = 0.01,
+) -> None:  # fmt: skip
+    """Write a llama model: attention over everything, grouped KV heads.
+
+    Parameters
+    ----------
+    path : path
+        Where the file goes; an existing one is replaced.
+    seed : int
+        Another seed, other weights.
+    n_vocab : int
+        Number of tokens, at least 260; see `tokens_and_merges`.
+    n_layer, n_embd, n_head, n_head_kv, n_head_dim, n_ff : int
+        The shape. An f16 KV row has ``2 * n_head_kv * n_head_dim`` bytes.
+    n_ctx : int
+        Context length the model claims to be trained for.
+    rope_freq_base : float
+        RoPE base frequency; it changes no weight.
+    add_bos : bool
+        Whether the tokenizer puts `BOS` first when asked for special tokens.
+    eos_gain : float
+        Size of the logits of `EOS` and `IM_END`. The default keeps greedy decoding
+        from ending; 1.5 lets it end after some tens of tokens, 3 after none to five.
+    """
+    m = _Model(
+        path, "llama", seed=seed, n_vocab=n_vocab, n_layer=n_layer, n_embd=n_embd,
+        n_ff=n_ff, n_ctx=n_ctx, add_bos=add_bos, eos_gain=eos_gain,
+    )  # fmt: skip
+    m.gguf.add_vocab_size(n_vocab)
+    m.heads(n_head, n_head_kv, n_head_dim)
+    m.rope(n_head_dim, rope_freq_base)
+    m.embeddings()
+    for il in range(n_layer):
+        m.norm(f"blk.{il}.attn_norm", n_embd)
+        m.attention(il, n_head, n_head_kv, n_head_dim)
+        m.feed_forward(il)
+    m.write()
+
+
+def write_gemma2(
+    path: Path, *, seed: int = 0, n_vocab: int = 384, n_layer: int = 4, n_ctx: int = 8192,
+    window: int = SLIDING_WINDOW, rope_freq_base: float = 10000.0, add_bos: bool = False,
+) -> None:  # fmt: skip
+    """Write a gemma2 model: layers 0, 2, … see only the last `window` positions."""
+    n_embd, n_head, n_head_kv, n_head_dim = 64, 4, 2, 32
+    m = _Model(
+        path, "gemma2", seed=seed, n_vocab=n_vocab, n_layer=n_layer, n_embd=n_embd,
+        n_ff=128, n_ctx=n_ctx, add_bos=add_bos, eos_gain=0.01,
+    )  # fmt: skip
+    m.heads(n_head, n_head_kv, n_head_dim)
+    m.rope(n_head_dim, rope_freq_base)
+    m.gguf.add_sliding_window(window)
+    m.gguf.add_attn_logit_softcapping(50.0)
+    m.gguf.add_final_logit_softcapping(30.0)
+    # Output and input share one matrix here. The gain of the norms after each block
+    # drowns the embedding in what the blocks add, or each token would predict itself.
+    m.embedding("token_embd", 2.0 / n_embd**0.5, 0.01)
+    m.norm("output_norm", n_embd)
+    for il in range(n_layer):
+        m.norm(f"blk.{il}.attn_norm", n_embd)
+        m.attention(il, n_head, n_head_kv, n_head_dim)
+        m.norm(f"blk.{il}.post_attention_norm", n_embd, gain=8.0)
+        m.feed_forward(il)
+        m.norm(f"blk.{il}.post_ffw_norm", n_embd, gain=8.0)
+    m.write()
+
+
+def write_mamba(
+    path: Path, *, seed: int = 0, n_vocab: int = 384, n_layer: int = 4, n_ctx: int = 8192,
+    add_bos: bool = False,
+) -> None:  # fmt: skip
+    """Write a mamba model: recurrent only, its state has one size whatever it has read."""
+    n_embd, d_conv, d_state, dt_rank = 64, 4, 16, 4
+    m = _Model(
+        path, "mamba", seed=seed, n_vocab=n_vocab, n_layer=n_layer, n_embd=n_embd,
+        n_ff=0, n_ctx=n_ctx, add_bos=add_bos, eos_gain=0.01,
+    )  # fmt: skip
+    m.gguf.add_head_count(0)
+    m.ssm_hparams(d_conv, d_state, dt_rank)
+    m.embeddings()
+    for il in range(n_layer):
+        m.norm(f"blk.{il}.attn_norm", n_embd)
+        m.ssm(il, d_conv, d_state, dt_rank, norms=False)
+    m.write()
+
+
+def write_jamba(
+    path: Path, *, seed: int = 0, n_vocab: int = 384, n_layer: int = 4, n_ctx: int = 8192,
+    add_bos: bool = False,
+) -> None:  # fmt: skip
+    """Write a jamba model: even layers are recurrent, odd ones attend (without RoPE)."""
+    n_embd, n_head, n_head_dim, d_conv, d_state, dt_rank = 64, 2, 32, 4, 16, 4
+    n_head_kv = [0 if il % 2 == 0 else 2 for il in range(n_layer)]
+    m = _Model(
+        path, "jamba", seed=seed, n_vocab=n_vocab, n_layer=n_layer, n_embd=n_embd,
+        n_ff=128, n_ctx=n_ctx, add_bos=add_bos, eos_gain=0.01,
+    )  # fmt: skip
+    m.heads(n_head, n_head_kv, n_head_dim)
+    m.ssm_hparams(d_conv, d_state, dt_rank)
+    m.embeddings()
+    for il, n_kv in enumerate(n_head_kv):
+        m.norm(f"blk.{il}.attn_norm", n_embd)
+        if n_kv == 0:
+            m.ssm(il, d_conv, d_state, dt_rank, norms=True)
+        else:
+            m.attention(il, n_head, n_kv, n_head_dim)
+        m.feed_forward(il)
+    m.write()
+
+
+def change_one_weight(
+    path_in: Path, path_out: Path, *, tensor: str = "output_norm.weight", index: int = 0,
+    delta: float = 0.5,
+) -> None:  # fmt: skip
+    """Copy a model with one number changed: same shape, same size, another model.
+
+    Parameters
+    ----------
+    path_in, path_out : path
+        The model and its altered copy.
+    tensor : str
+        Name of an f32 tensor.
+    index : int
+        Which of its numbers, counted through the flat tensor.
+    delta : float
+        What is added to it.
+    """
+    shutil.copyfile(path_in, path_out)
+    reader = gguf.GGUFReader(path_out, "r+")
+    weights = next(t for t in reader.tensors if t.name == tensor).data
+    if weights.dtype != np.float32:
+        raise TypeError(f"{tensor} is {weights.dtype}, not float32")
+    weights.reshape(-1)[index] += np.float32(delta)
+    reader.data.flush()
