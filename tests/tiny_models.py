@@ -151,7 +151,8 @@ class _Model:
         stream = np.random.PCG64([self.seed, zlib.crc32(name.encode())])
         raw = stream.random_raw(int(np.prod(shape))) >> np.uint64(40)  # 24 bits, exact in f32
         unit = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
-        return (unit * np.float32(3.0**0.5)).reshape(shape)
+        numbers: Array = (unit * np.float32(3.0**0.5)).reshape(shape)
+        return numbers
 
     def add(self, name: str, tensor: Array) -> None:
         self.gguf.add_tensor(name, tensor)
