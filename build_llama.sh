@@ -1,0 +1,571 @@
+#!/usr/bin/env bash
+# Builds the llama.cpp named in vendor/llama.cpp.lock and installs it into swarmkv_ll/_lib/.
+# See `./build_llama.sh --help` and vendor/README.md.
+set -Eeuo pipefail
+shopt -s inherit_errexit nullglob
+export LC_ALL=C                # sorting, number formats and compiler messages that don't depend on the user
+unset CDPATH LD_RUN_PATH       # the second would add library paths of this machine to what we build
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+lock_file=$root/vendor/llama.cpp.lock
+lib=$root/swarmkv_ll/_lib
+unpacked=$root/vendor/llama.cpp
+work=$root/vendor/build        # everything this script needs only while it works
+log=$work/build.log
+
+say()  { printf 'build_llama: %s\n' "$*"; }
+fail() { printf 'build_llama: %s\n' "$*" >&2; exit 2; }
+trap 'fail "line $LINENO failed unexpectedly: $BASH_COMMAND"' ERR
+
+usage() {
+  cat <<'HELP'
+Usage: ./build_llama.sh [options]
+
+Downloads the pinned llama.cpp, checks its hash, builds it for this machine's CPU and installs the libraries,
+the headers and build-info.json into swarmkv_ll/_lib/. Does nothing when nothing changed.
+
+  --portable     build the CPU code for every kind of processor and choose when loading (takes long)
+  --cuda         build the CUDA backend too: not in this version yet
+  --arch N       GPU architecture for --cuda, e.g. 61; may be repeated
+  --source DIR   build a llama.cpp checkout of your own instead of the pinned one
+  --again        use the --portable and --source of the last run here; this is what pip does
+  --jobs N       compile N files at a time (default: one per processor, fewer if memory is short)
+  --clean        remove everything built or unpacked here, and this configuration's cached build, then stop
+  --help         show this text
+
+CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS and PYTHON are respected. Downloads and finished builds are kept in
+$XDG_CACHE_HOME/swarmkv-ll (default ~/.cache/swarmkv-ll), so that a second clone neither downloads nor compiles.
+HELP
+}
+
+# ---------------------------------------------------------------- options
+
+portable=no source_dir='' jobs='' again=no clean=no cuda=''
+needs_value() { [[ $# -ge 2 && -n $2 ]] || fail "$1 needs a value, see --help"; }
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --portable) portable=yes ;;
+    --cuda) cuda=$1 ;;
+    --arch) needs_value "$@"; cuda="$1 $2"; shift ;;
+    --source) needs_value "$@"; source_dir=$2; shift ;;
+    --jobs) needs_value "$@"; jobs=$2; shift ;;
+    --again) again=yes ;;
+    --clean) clean=yes ;;
+    --help | -h) usage; exit 0 ;;
+    *) fail "unknown option $1, see --help" ;;
+  esac
+  shift
+done
+[[ -z $cuda ]] || fail "$cuda: the CUDA backend is not delivered by this version yet; nothing was changed"
+[[ -z $jobs || $jobs =~ ^[1-9][0-9]*$ ]] || fail "--jobs needs a positive number, not '$jobs'"
+
+if [[ $again == yes && -f $work/options ]]; then
+  { read -r portable; read -r source_dir; } <"$work/options"
+fi
+
+# ---------------------------------------------------------------- the pin, or a checkout of the user's own
+
+pin() { sed -n "s/^$1 *= *\"\([^\"]*\)\".*/\1/p" "$lock_file"; }
+
+[[ -r $lock_file ]] || fail "$lock_file is missing: this script runs from a clone or a source package"
+package=$(pin package) version=$(pin version) sdist=$(pin sdist) sha256=$(pin sha256)
+folder=$(pin folder) commit=$(pin commit)
+[[ $sha256 =~ ^[0-9a-f]{64}$ && $commit =~ ^[0-9a-f]{40}$ && -n $package && -n $version && -n $sdist && -n $folder ]] ||
+  fail "$lock_file lacks package, version, sdist, sha256, folder or commit"
+
+engine_parts=(CMakeLists.txt LICENSE cmake ggml include licenses src vendor)  # all that a build of the libraries reads
+
+if [[ -n $source_dir ]]; then
+  for part in CMakeLists.txt include/llama.h ggml/include/ggml.h src/CMakeLists.txt; do
+    [[ -f $source_dir/$part ]] || fail "--source $source_dir is not a llama.cpp checkout: it has no $part"
+  done
+  source_dir=$(cd -- "$source_dir" && pwd -P)
+  # A checkout changes under our hands, committed or not: what it holds is what identifies it.
+  tree=$(cd "$source_dir" && find "${engine_parts[@]}" -type f -print0 2>/dev/null | sort -z |
+    xargs -0 sha256sum | sha256sum | cut -c1-40) || true
+  [[ $tree =~ ^[0-9a-f]{40}$ ]] || fail "--source $source_dir cannot be read"
+  source_id=tree:${tree:0:12} engine=$source_dir identity=${tree:0:12}
+else
+  source_id=pin engine=$unpacked identity=${commit:0:12}
+fi
+
+# ---------------------------------------------------------------- Python and the compiler
+
+python=${PYTHON:-python3}
+command -v "$python" >/dev/null || fail "no Python found as '$python': install python3 or set PYTHON"
+
+# find_compiler VARIABLE CANDIDATE...: what the user set (it may carry arguments: "ccache gcc"), or the first there is.
+find_compiler() {
+  local variable=$1 candidate; shift
+  if [[ -n ${!variable:-} ]]; then
+    set -- "${!variable}"
+  fi
+  for candidate; do
+    if command -v "${candidate%% *}" >/dev/null; then
+      printf '%s' "$candidate"
+      return
+    fi
+  done
+  fail "no compiler found ($variable: $*): install one, e.g. apt-get install g++, or set CC and CXX"
+}
+CC=$(find_compiler CC cc gcc clang) || exit 2
+CXX=$(find_compiler CXX c++ g++ clang++) || exit 2
+export CC CXX
+compiler_id=$($CC --version 2>/dev/null | head -n1; $CXX --version 2>/dev/null | head -n1; $CC -dumpmachine 2>/dev/null) ||
+  fail "the compiler '$CC' or '$CXX' does not answer --version"
+
+# ---------------------------------------------------------------- flags
+
+# Everything here shapes libllama, libggml or libggml-base and is part of the stamp the extension is compiled against.
+core_flags=(
+  -DCMAKE_BUILD_TYPE=Release
+  "-DCMAKE_C_FLAGS=${CFLAGS:-}"
+  "-DCMAKE_CXX_FLAGS=${CXXFLAGS:-}"
+  "-DCMAKE_SHARED_LINKER_FLAGS=${LDFLAGS:+$LDFLAGS }-Wl,--build-id=sha1"
+  -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON     # plain files: a wheel cannot carry symbolic links
+  -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON
+  '-DCMAKE_INSTALL_RPATH=$ORIGIN'
+  -DBUILD_SHARED_LIBS=ON
+  -DGGML_BACKEND_DL=ON
+  -DGGML_NATIVE=OFF                           # cannot go with loadable backends: instruction sets are named below
+  -DLLAMA_BUILD_APP=OFF
+  -DLLAMA_BUILD_COMMON=OFF
+  -DLLAMA_BUILD_EXAMPLES=OFF
+  -DLLAMA_BUILD_SERVER=OFF
+  -DLLAMA_BUILD_TESTS=OFF
+  -DLLAMA_BUILD_TOOLS=OFF
+)
+
+# Option of ggml, flag of the compiler, and the names in /proc/cpuinfo that must all be there.
+x86_sets='
+SSE42       -msse4.2     sse4_2
+AVX         -mavx        avx
+AVX2        -mavx2       avx2
+FMA         -mfma        fma
+F16C        -mf16c       f16c
+BMI2        -mbmi2       bmi2
+AVX_VNNI    -mavxvnni    avx_vnni
+AVX512      -mavx512f    avx512f avx512cd avx512vl avx512dq avx512bw
+AVX512_VBMI -mavx512vbmi avx512vbmi avx512bw
+AVX512_VNNI -mavx512vnni avx512_vnni avx512bw
+AVX512_BF16 -mavx512bf16 avx512_bf16 avx512bw
+AMX_TILE    -mamx-tile   amx_tile
+AMX_INT8    -mamx-int8   amx_int8
+AMX_BF16    -mamx-bf16   amx_bf16'
+
+# Extension of GCC's -march=armv8.2-a, and the names in /proc/cpuinfo that must all be there.
+arm_sets='
+dotprod asimddp
+fp16    asimdhp fphp
+i8mm    i8mm
+sve     sve
+sve2    sve2'
+
+compiler_takes() { $CC "$@" -E -x c /dev/null >/dev/null 2>&1; }
+
+# has_all "NAMES OF THE MACHINE" NAME...
+has_all() {
+  local have=" $1 " name; shift
+  for name; do
+    [[ $have == *" $name "* ]] || return 1
+  done
+}
+
+cpu_flags=() instruction_sets=()
+cpu_features=$(sed -En '/^(flags|Features)[[:space:]]*:/{s/^[^:]*: *//p;q}' /proc/cpuinfo)
+if [[ $portable == yes ]]; then
+  cpu_flags=(-DGGML_CPU_ALL_VARIANTS=ON)
+else
+  case $(uname -m) in
+    x86_64)
+      while read -r option flag names; do
+        # shellcheck disable=SC2086 # names are words
+        if has_all "$cpu_features" $names && compiler_takes "$flag"; then
+          cpu_flags+=("-DGGML_$option=ON") instruction_sets+=("$option")
+        else
+          cpu_flags+=("-DGGML_$option=OFF")
+        fi
+      done <<<"${x86_sets#?}" ;;
+    aarch64)
+      arm_arch=armv8-a
+      if has_all "$cpu_features" asimddp; then arm_arch=armv8.2-a; fi
+      while read -r extension names; do
+        # shellcheck disable=SC2086
+        if [[ $arm_arch != armv8-a ]] && has_all "$cpu_features" $names && compiler_takes "-march=$arm_arch+$extension"; then
+          arm_arch+=+$extension instruction_sets+=("$extension")
+        fi
+      done <<<"${arm_sets#?}"
+      cpu_flags=("-DGGML_CPU_ARM_ARCH=$arm_arch") ;;
+    *) fail "this processor ($(uname -m)) is not supported: x86_64 and aarch64 are" ;;
+  esac
+fi
+flags=("${core_flags[@]}" "${cpu_flags[@]}")
+
+digest() { sha256sum | cut -d' ' -f1; }
+core_digest=$(printf '%s\n' "${core_flags[@]}" | digest)
+stamp=$identity-${core_digest:0:8}
+
+# ---------------------------------------------------------------- the steps whose result is cached
+# A change in one of these functions makes a cached build stale, a change elsewhere in this file does not.
+
+configure() {  # SOURCE BUILD
+  # __FILE__ and the like must not depend on where this clone lies, so that every clone gets the same build ids.
+  local maps="-ffile-prefix-map=$1=. -ffile-prefix-map=$2=build"
+  # Without GIT_EXE=OFF ggml would record the commit of the git repository it happens to lie in: this one.
+  cmake -S "$1" -B "$2" -G Ninja "${flags[@]}" \
+    "-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }$maps" "-DCMAKE_CXX_FLAGS=${CXXFLAGS:+$CXXFLAGS }$maps" \
+    "-DCMAKE_MODULE_LINKER_FLAGS=${LDFLAGS:+$LDFLAGS }-Wl,--build-id=sha1" \
+    -DGIT_EXE=OFF "-DLLAMA_BUILD_COMMIT=$stamp" "-DGGML_BUILD_COMMIT=$stamp" -DLLAMA_BUILD_NUMBER=0
+}
+
+stage() {  # SOURCE BUILD STAGE: lay out what goes into swarmkv_ll/_lib
+  local file
+  mkdir -p "$3/include" "$3/licenses"
+  cp "$2"/bin/libllama.so "$2"/bin/libggml.so "$2"/bin/libggml-base.so "$2"/bin/libggml-cpu*.so "$3/"
+  cp "$1/include/llama.h" "$1"/ggml/include/{ggml,ggml-alloc,ggml-backend,ggml-cpu,ggml-opt,gguf}.h "$3/include/"
+  cp "$1/LICENSE" "$3/licenses/LICENSE.llama.cpp"
+  for file in "$1"/licenses/*; do cp "$file" "$3/licenses/"; done
+  file=$1/ggml/src/ggml-cpu/llamafile/sgemm.cpp   # compiled into the CPU backend under a notice of its own
+  if [[ -f $file ]]; then
+    sed -n '/^\/\//!q; s/^\/\/ \{0,1\}//p' "$file" >"$3/licenses/LICENSE.llamafile-sgemm"
+  fi
+}
+
+# Checks the staged libraries by loading them, and writes build-info.json.
+write_build_info() {  # STAGE
+  "$python" - "$1" "${flags[@]}" <<'PYTHON'
+import ctypes, datetime, json, os, pathlib, struct, sys
+
+stage, flags, env = pathlib.Path(sys.argv[1]), sys.argv[2:], os.environ
+
+
+def build_id(path):
+    """The GNU build id of a little-endian 64-bit ELF file, from its notes."""
+    data = path.read_bytes()
+    start, size, count = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
+    for index in range(count):
+        kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", data, start + index * size)
+        end = offset + length
+        while kind == 4 and offset < end:  # PT_NOTE
+            n_name, n_desc, note = struct.unpack_from("<III", data, offset)
+            name, desc = offset + 12, offset + 12 + (n_name + 3) // 4 * 4
+            if note == 3 and data[name:name + 4] == b"GNU\0":
+                return data[desc:desc + n_desc].hex()
+            offset = desc + (n_desc + 3) // 4 * 4
+    sys.exit(f"{path.name} has no build id")
+
+
+try:
+    base = ctypes.CDLL(str(stage / "libggml-base.so"))
+    ctypes.CDLL(str(stage / "libllama.so"))
+    base.ggml_commit.restype = ctypes.c_char_p
+    carried = base.ggml_commit().decode()
+except (OSError, AttributeError) as error:
+    sys.exit(f"the libraries cannot be used: {error}")
+if carried != env["STAMP"]:
+    sys.exit(f"libggml-base.so says it is {carried}, not {env['STAMP']}")
+
+info = {
+    "stamp": env["STAMP"],
+    "source": env["SOURCE_ID"],
+    "commit": env["COMMIT"],
+    "package": env["PACKAGE"] or None,
+    "version": env["VERSION"] or None,
+    "sdist_sha256": env["SHA256"] or None,
+    "flags": flags,
+    "cpu": env["CPU"],
+    "instruction_sets": env["INSTRUCTION_SETS"].split(),
+    "compiler": env["COMPILER"],
+    "cuda_architectures": [],
+    "build_ids": {name: build_id(stage / name) for name in ("libllama.so", "libggml.so", "libggml-base.so")},
+    "built_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    "key": env["KEY"],
+    "files": {str(p.relative_to(stage)): p.stat().st_size for p in sorted(stage.rglob("*")) if p.is_file()},
+}
+(stage / "build-info.json").write_text(json.dumps(info, indent=2) + "\n")
+PYTHON
+}
+
+recipe=$(declare -f configure stage write_build_info)
+toolchain=$compiler_id$'\n'$(uname -m)$'\n'$(getconf GNU_LIBC_VERSION 2>/dev/null || true)
+key=$(printf '%s\n' "$recipe" "$toolchain" "${flags[@]}" "${tree:-$sha256}" "$stamp" | digest)
+key=${key:0:32}
+
+# ---------------------------------------------------------------- folders, locks, space
+
+# usable DIR: it exists or can be made, and a file can be written into it.
+usable() {
+  { mkdir -p "$1" && : >"$1/.writable" && rm -f "$1/.writable"; } 2>/dev/null
+}
+
+usable "$work" || fail "cannot write into $work: make this clone writable"
+usable "${lib%/*}" || fail "cannot write into ${lib%/*}: make this clone writable"
+[[ ! -e $lib || -d $lib ]] || fail "$lib is in the way: it is not a folder"
+usable "${unpacked%/*}" || fail "cannot write into ${unpacked%/*}: make this clone writable"
+[[ ! -e $unpacked || -d $unpacked ]] || fail "$unpacked is in the way: it is not a folder"
+
+# hold_lock FD WHAT: wait for another run. The lock ends with this process and its compilers, however they end.
+hold_lock() {
+  if ! flock -n "$1"; then
+    say "waiting for another build of $2"
+    flock "$1"
+  fi
+}
+exec 9>"$work/lock"
+hold_lock 9 "this clone"
+
+# ---------------------------------------------------------------- what is there already
+
+# state DIR: "whole" when DIR holds a finished build of exactly this configuration, otherwise what is wrong with it.
+state() {
+  [[ -d $1 ]] || { echo absent; return; }
+  "$python" - "$1" "$key" <<'PYTHON'
+import json, pathlib, sys
+
+folder = pathlib.Path(sys.argv[1])
+try:
+    info = json.loads((folder / "build-info.json").read_text())
+    bad = [name for name, size in info["files"].items() if (folder / name).stat().st_size != size]
+    print("damaged" if bad else "whole" if info["key"] == sys.argv[2] else "other")
+except (OSError, ValueError, KeyError):
+    print("unfinished")
+PYTHON
+}
+
+remember_options() { printf '%s\n' "$portable" "$source_dir" >"$work/options"; }
+
+cache=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/swarmkv-ll
+if ! usable "$cache"; then
+  say "cannot write into the cache $cache: keeping downloads in this clone and going on without it"
+  cache=$work/cache
+fi
+cached=$cache/builds/$key
+
+if [[ $clean == yes ]]; then
+  rm -rf "$lib" "$unpacked" "$cached"
+  find "$work" -mindepth 1 -maxdepth 1 ! -name lock -exec rm -rf {} +
+  say "removed what was built and unpacked here; downloads stay in $cache/downloads"
+  exit 0
+fi
+
+lib_state=$(state "$lib")
+case $lib_state in
+  whole)
+    remember_options
+    say "nothing to do: swarmkv_ll/_lib is up to date (stamp $stamp)"
+    exit 0 ;;
+  unfinished | damaged) say "swarmkv_ll/_lib is $lib_state (an interrupted build?): repairing it" ;;
+esac
+
+# Leftovers of a run that was killed.
+rm -rf "$work"/{tmp,stage,old,unpack}
+mkdir -p "$work/tmp"
+export TMPDIR=$work/tmp        # pip and the compiler: one place to check for space, and to clean up
+trap 'rm -rf "$work/tmp"' EXIT
+
+# install_lib DIR: put a complete DIR in the place of _lib. Whenever this is killed, _lib is either whole or absent, and
+# a process that has the old libraries open keeps them.
+install_lib() {
+  if [[ -d $lib ]]; then mv "$lib" "$work/old"; fi
+  mv "$1" "$lib"
+  rm -rf "$work/old"
+  remember_options
+}
+
+install_cached() {
+  cp -R "$cached" "$work/stage" 2>>"$log" || fail "cannot copy the cached build $cached (disk full?): see $log"
+  install_lib "$work/stage"
+  say "swarmkv_ll/_lib is ready: stamp $stamp, copied from the build cache"
+}
+
+: >"$log"
+if [[ -z $source_dir ]]; then
+  case $(state "$cached") in
+    whole) install_cached; exit 0 ;;
+    absent) ;;
+    *) rm -rf "$cached" ;;
+  esac
+  if mkdir -p "$cache/builds"; then
+    exec 8>"$cached.lock"
+    hold_lock 8 "this configuration"        # another clone may be compiling just this
+    if [[ $(state "$cached") == whole ]]; then
+      install_cached
+      exit 0
+    fi
+  fi
+fi
+
+# require_space DIR MIB
+require_space() {
+  local free
+  free=$(df -Pk "$1" | awk 'NR == 2 { print int($4 / 1024) }')
+  [[ $free -ge $2 ]] || fail "not enough disk space in $1: $free MiB free, $2 MiB needed"
+}
+mount_of() { df -P "$1" | awk 'NR == 2 { print $6 }'; }
+
+# Measured, and rounded up: sources, objects and libraries here; cmake and the finished build in the cache.
+work_mib=150 cache_mib=150
+if [[ $portable == yes ]]; then work_mib=250; fi
+if [[ -z $source_dir && ! -f $cache/downloads/$sdist ]]; then
+  work_mib=$((work_mib + 400)) cache_mib=$((cache_mib + 200))   # pip unpacks the package to read its metadata
+fi
+if [[ $(mount_of "$work") == "$(mount_of "$cache")" ]]; then
+  require_space "$work" $((work_mib + cache_mib))
+else
+  require_space "$work" $work_mib
+  require_space "$cache" $cache_mib
+fi
+
+echo 'int main() { return __cplusplus >= 201703L ? 0 : 1; }' >"$TMPDIR/probe.cpp"
+$CXX -std=c++17 -fsyntax-only "$TMPDIR/probe.cpp" 2>>"$log" ||
+  fail "the C++ compiler '$CXX' does not compile C++17 (see $log): install a newer one or set CXX"
+
+# ---------------------------------------------------------------- pip, cmake, ninja
+
+# When pip builds this package, it runs us in an environment that hides the interpreter's own pip through PYTHONPATH.
+find_pip() {
+  local python_alone=(env -u PYTHONPATH "$python")
+  if "$python" -m pip --version >/dev/null 2>&1; then
+    pip=("$python" -m pip)
+  elif "${python_alone[@]}" -m pip --version >/dev/null 2>&1; then
+    pip=("${python_alone[@]}" -m pip)
+  else
+    fail "'$python' has no pip, which is needed for downloads: install python3-pip or run this in a virtual environment"
+  fi
+  pip+=(--disable-pip-version-check --no-input)
+}
+
+cmake_is_usable() {
+  local have
+  have=$(cmake --version 2>/dev/null | sed -n '1s/^cmake version //p') || return 1
+  [[ -n $have && $(printf '%s\n' 3.18 "$have" | sort -V | head -n1) == 3.18 ]]
+}
+ninja_is_usable() { ninja --version >/dev/null 2>&1; }
+
+if ! cmake_is_usable || ! ninja_is_usable; then
+  tools=$cache/tools-$(uname -m)
+  if [[ ! -d $tools ]]; then
+    say "getting cmake and ninja from the Python package index"
+    find_pip
+    "${pip[@]}" install -q --target "$work/tmp/tools" 'cmake>=3.18' ninja >>"$log" 2>&1 ||
+      fail "cmake (3.18 or newer) and ninja are absent and pip could not get them: $(grep -m1 ERROR "$log" || true)"
+    # Another clone may have been faster; its copy is as good.
+    mv -T "$work/tmp/tools" "$tools" 2>/dev/null || [[ -d $tools ]]
+  fi
+  PATH=$tools/cmake/data/bin:$tools/bin:$PATH
+  cmake_is_usable && ninja_is_usable || fail "the cmake or ninja in $tools does not run: remove that folder and try again"
+fi
+
+# ---------------------------------------------------------------- download, verify, unpack
+
+download() {
+  local reason
+  find_pip
+  say "downloading $package $version (77 MB)"
+  printf '%s==%s --hash=sha256:%s\n' "$package" "$version" "$sha256" >"$TMPDIR/requirements.txt"
+  # With a hash in the requirement pip refuses another file before it opens it.
+  if ! "${pip[@]}" download -q --no-deps --no-binary "$package" --require-hashes -r "$TMPDIR/requirements.txt" \
+    -d "$TMPDIR/download" >>"$log" 2>&1; then
+    reason=$(awk '/Expected sha256/ { e = $3 } /^ *Got / { print "hash mismatch: expected sha256 " e ", got " $2; exit }' "$log")
+    [[ -n $reason ]] || reason=$(grep ERROR "$log" | tail -n1 || true)
+    fail "cannot download $package $version: ${reason:-see $log}. Offline, put $sdist into $cache/downloads"
+  fi
+  mkdir -p "$cache/downloads"
+  cp "$TMPDIR/download/$sdist" "$cache/downloads/.$sdist.$$" && mv "$cache/downloads/.$sdist.$$" "$cache/downloads/$sdist" ||
+    fail "cannot write into $cache/downloads"
+  rm -rf "$TMPDIR/download"
+}
+
+unpack() {
+  local archive=$cache/downloads/$sdist actual part members=()
+  [[ -f $archive ]] || download
+  actual=$(digest <"$archive")
+  if [[ $actual != "$sha256" ]]; then
+    rm -f "$archive"
+    fail "hash mismatch in $sdist: expected sha256 $sha256, got $actual; nothing was unpacked, the file was removed"
+  fi
+  for part in "${engine_parts[@]}"; do members+=("${sdist%.tar.gz}/$folder/$part"); done
+  mkdir "$work/unpack"
+  # Unpacked aside and renamed when complete: vendor/llama.cpp is never half there.
+  "$python" - "$archive" "$work/unpack" "${members[@]}" 2>>"$log" <<'PYTHON' || fail "cannot unpack $archive: $(tail -n1 "$log")"
+import pathlib, sys, tarfile
+
+archive, target, *parts = sys.argv[1:]
+prefix = pathlib.PurePosixPath(parts[0]).parent
+with tarfile.open(archive) as tar:
+    for member in tar:
+        if (member.isfile() or member.isdir()) and any(member.name == p or member.name.startswith(p + "/") for p in parts):
+            member.name = str(pathlib.PurePosixPath(member.name).relative_to(prefix))
+            tar.extract(member, target, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+PYTHON
+  printf '%s\n' "$sha256" >"$work/unpack/.pin"
+  rm -rf "$unpacked"
+  mv "$work/unpack" "$unpacked"
+}
+
+if [[ -z $source_dir && ! ( -f $unpacked/.pin && $(<"$unpacked/.pin") == "$sha256" ) ]]; then
+  unpack
+fi
+
+# ---------------------------------------------------------------- build
+
+# An unfinished build goes on where it stopped, unless it was one of something else.
+build=$work/tree
+configuration=$(printf '%s\n' "$recipe" "$toolchain" "${flags[@]}" "$engine" "${source_dir:-$sha256}" | digest)
+if [[ -d $build ]]; then
+  if [[ -f $build/.configuration && $(<"$build/.configuration") == "$configuration" ]]; then
+    if [[ -z $source_dir ]]; then say "continuing an unfinished build"; fi
+  else
+    say "discarding an unfinished build with other settings"
+    rm -rf "$build"
+  fi
+fi
+mkdir -p "$build"
+printf '%s\n' "$configuration" >"$build/.configuration"
+
+# Some files of llama.cpp need a gigabyte to compile: more compilers than memory would only bring the machine down.
+if [[ -z $jobs ]]; then
+  jobs=$(nproc)
+  fitting=$(awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo)
+  if [[ -n $fitting && $fitting -lt $jobs ]]; then jobs=$((fitting > 0 ? fitting : 1)); fi
+fi
+
+failed_step() {
+  {
+    printf 'build_llama: %s failed; the last lines of %s:\n' "$1" "$log"
+    tail -n 20 "$log" | sed 's/^/  /'
+  } >&2
+  exit 2
+}
+
+cpu=native
+if [[ $portable == yes ]]; then cpu=portable; fi
+say "building llama.cpp $identity ($cpu CPU backend${instruction_sets[*]:+: ${instruction_sets[*]}}) with $jobs jobs; log: vendor/build/build.log"
+SECONDS=0
+configure "$engine" "$build" >>"$log" 2>&1 || failed_step "configuring llama.cpp"
+cmake --build "$build" --target llama --parallel "$jobs" >>"$log" 2>&1 || failed_step "compiling llama.cpp"
+
+stage "$engine" "$build" "$work/stage" >>"$log" 2>&1 || failed_step "collecting the libraries"
+if [[ $portable == yes ]]; then
+  for module in "$work"/stage/libggml-cpu-*.so; do
+    module=${module##*/libggml-cpu-} instruction_sets+=("${module%.so}")
+  done
+fi
+if [[ -n $source_dir ]]; then
+  package='' version='' sha256=''
+  commit=$(git -C "$source_dir" describe --always --abbrev=40 --dirty --exclude='*' 2>/dev/null || echo unknown)
+fi
+STAMP=$stamp SOURCE_ID=$source_id COMMIT=$commit PACKAGE=$package VERSION=$version SHA256=$sha256 KEY=$key CPU=$cpu \
+  INSTRUCTION_SETS="${instruction_sets[*]}" COMPILER=$(head -n1 <<<"$compiler_id") \
+  write_build_info "$work/stage" >>"$log" 2>&1 || failed_step "checking the libraries"
+
+if [[ -z $source_dir ]]; then
+  # Into the cache for the next clone; a full or read-only cache is no reason to fail now.
+  if ! { mkdir -p "$cache/builds" && cp -R "$work/stage" "$cached.$$" && mv -T "$cached.$$" "$cached"; } 2>>"$log"; then
+    rm -rf "$cached.$$"
+    say "could not keep a copy in the cache $cache"
+  fi
+  rm -rf "$build"              # a --source build stays: it is compiled again, in part, after each edit
+fi
+install_lib "$work/stage"
+say "swarmkv_ll/_lib is ready: stamp $stamp, built in $((SECONDS / 60)) min $((SECONDS % 60)) s"
