@@ -111,7 +111,7 @@ find_compiler() {
 CC=$(find_compiler CC cc gcc clang) || exit 2
 CXX=$(find_compiler CXX c++ g++ clang++) || exit 2
 export CC CXX
-compiler_id=$($CC --version 2>/dev/null | head -n1; $CXX --version 2>/dev/null | head -n1; $CC -dumpmachine 2>/dev/null) ||
+compiler_id=$({ $CC --version | sed -n 1p && $CXX --version | sed -n 1p && $CC -dumpmachine; } 2>/dev/null) ||
   fail "the compiler '$CC' or '$CXX' does not answer --version"
 
 # ---------------------------------------------------------------- flags
@@ -210,7 +210,8 @@ stamp=$identity-${core_digest:0:8}
 
 configure() {  # SOURCE BUILD
   # __FILE__ and the like must not depend on where this clone lies, so that every clone gets the same build ids.
-  local maps="-ffile-prefix-map=$1=. -ffile-prefix-map=$2=build"
+  local maps
+  maps=$(printf -- '-ffile-prefix-map=%q=. -ffile-prefix-map=%q=build' "$1" "$2")
   # Without GIT_EXE=OFF ggml would record the commit of the git repository it happens to lie in: this one.
   cmake -S "$1" -B "$2" -G Ninja "${flags[@]}" \
     "-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }$maps" "-DCMAKE_CXX_FLAGS=${CXXFLAGS:+$CXXFLAGS }$maps" \
@@ -325,8 +326,9 @@ import json, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
 try:
     info = json.loads((folder / "build-info.json").read_text())
-    bad = [name for name, size in info["files"].items() if (folder / name).stat().st_size != size]
-    print("damaged" if bad else "whole" if info["key"] == sys.argv[2] else "other")
+    sizes = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    damaged = any(sizes.get(name) != size for name, size in info["files"].items())
+    print("damaged" if damaged else "whole" if info["key"] == sys.argv[2] else "other")
 except (OSError, ValueError, KeyError):
     print("unfinished")
 PYTHON
@@ -461,7 +463,7 @@ fi
 download() {
   local reason
   find_pip
-  say "downloading $package $version (77 MB)"
+  say "downloading $package $version ($(pin size))"
   printf '%s==%s --hash=sha256:%s\n' "$package" "$version" "$sha256" >"$TMPDIR/requirements.txt"
   # With a hash in the requirement pip refuses another file before it opens it.
   if ! "${pip[@]}" download -q --no-deps --no-binary "$package" --require-hashes -r "$TMPDIR/requirements.txt" \

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build import build
@@ -27,7 +28,7 @@ class BuildEngine(Command):
     """Run build_llama.sh, with the options in SWARMKV_BUILD_OPTIONS or else those of its last run."""
 
     description = "build llama.cpp into swarmkv_ll/_lib"
-    user_options: list[tuple[str, str | None, str]] = []  # noqa: RUF012 - the base class's type
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
 
     def initialize_options(self) -> None:
         self.build_lib: str | None = None
@@ -38,16 +39,17 @@ class BuildEngine(Command):
     def run(self) -> None:
         options = shlex.split(os.environ.get("SWARMKV_BUILD_OPTIONS", "--again"))
         command = ["bash", "build_llama.sh", *options]
-        code = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}).returncode
-        if code != 0:
-            raise ExecError(f"{shlex.join(command)} ended with exit code {code}")
-        # setuptools never removes from its build folder: libraries of an earlier build would travel in the wheel.
-        shutil.rmtree(Path(self.build_lib or "build/lib", LIB), ignore_errors=True)
+        environment = {**os.environ, "PYTHON": sys.executable}
+        done = subprocess.run(command, env=environment, check=False)
+        if done.returncode != 0:
+            raise ExecError(f"{shlex.join(command)} ended with exit code {done.returncode}")
+        # setuptools never removes from its build folder: what an earlier build left there would travel in the wheel.
+        shutil.rmtree(Path(self.build_lib or "build/lib", "swarmkv_ll"), ignore_errors=True)
 
 
 class Build(build):
     # Before build_py, which collects the libraries, and build_ext, which links to them.
-    sub_commands = [("build_engine", None), *build.sub_commands]  # noqa: RUF012
+    sub_commands: ClassVar[list[tuple[str, object]]] = [("build_engine", None), *build.sub_commands]
 
 
 class BuildExt(build_ext):
@@ -69,7 +71,8 @@ class BuildExt(build_ext):
         ):
             setattr(extension, name, getattr(generated, name))
         extension.depends = [
-            str(path) for path in (*NATIVE.glob("*"), *LIB.glob("include/*"), LIB / "build-info.json")
+            str(path)
+            for path in (*NATIVE.glob("*"), *LIB.glob("include/*"), LIB / "build-info.json")
         ]
         super().run()
 
