@@ -1,0 +1,64 @@
+"""swarmkv_ll: prefill a document once, snapshot its KV state, fork it to many branches, restore, decode on.
+
+    document ─▶ Context.decode ─▶ Snapshot ─┬─ fork()  one memmove ─▶ restore ─▶ branch decode
+                                            └─ share() no copy ─────▶ restore ─▶ branch decode
+
+The engine (`libllama.so`) is loaded when the first name that needs it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from .errors import SwarmKVError
+
+if TYPE_CHECKING:
+    from .arena import Arena, Lease
+    from .budget import validate_context_budget
+    from .context import Context
+    from .fanout import fan_out
+    from .model import Model
+    from .runtime import LlamaGuard
+    from .sampling import Sampler
+    from .snapshot import Snapshot, bind_contiguous_cache
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Arena": "arena",
+    "Context": "context",
+    "Lease": "arena",
+    "LlamaGuard": "runtime",
+    "Model": "model",
+    "Sampler": "sampling",
+    "Snapshot": "snapshot",
+    "bind_contiguous_cache": "snapshot",
+    "fan_out": "fanout",
+    "validate_context_budget": "budget",
+}
+
+__all__ = [
+    "Arena",
+    "Context",
+    "Lease",
+    "LlamaGuard",
+    "Model",
+    "Sampler",
+    "Snapshot",
+    "SwarmKVError",
+    "bind_contiguous_cache",
+    "fan_out",
+    "validate_context_budget",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name's module on first use, so that the pure modules need no built engine."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

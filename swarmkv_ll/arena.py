@@ -1,0 +1,440 @@
+"""Host memory for snapshots: one slab, page-locked where it can be, leased out in pieces that numpy sees.
+
+The arena owns the memory. A :class:`Lease` is a piece of it; `lease.array` is a view, never a copy. Memory is faulted
+in once, when the arena is made, so that no export or fork pays for it later (a first fork into cold memory costs
+about six times a warm one).
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from . import runtime
+from .errors import (
+    ArenaExhaustedError,
+    ClosedError,
+    HostMemoryError,
+    IntegrityError,
+    InvalidArgumentError,
+    LiveViewsError,
+)
+from .ffi import C, ffi
+
+ALIGNMENT = 4096
+"""Leases begin at multiples of this (bytes), and their size is rounded up to it: pages, O_DIRECT, ggml buffers."""
+
+_HUGE_PAGE = 2 << 20
+
+
+class HasState(Protocol):
+    """What `Arena.for_branches` asks of a context."""
+
+    def state_size(self, seq: int = 0) -> int:
+        """Bytes the engine needs to export sequence `seq`."""
+
+
+@dataclass(frozen=True)
+class ArenaStats:
+    """What an arena holds at one moment. All sizes in bytes."""
+
+    n_bytes: int
+    used: int
+    free: int
+    largest_free: int
+    n_leases: int
+    n_viewed: int
+    pinned: str | None
+    huge_page_bytes: int
+    buffer_type: str
+
+
+class Arena:
+    """A slab of host memory that leases are cut from.
+
+    Parameters
+    ----------
+    n_bytes : int
+        Usable size, rounded up to 4096.
+    device : str, optional
+        Engine device whose memory to use, by name (`swarmkv doctor` lists them). By default the first GPU, in its
+        host buffer type (page-locked by its driver), else ``"CPU"``.
+    prefault : bool
+        Touch every page now, so that nothing written later has to wait for a page fault.
+    huge_pages : bool
+        Ask the kernel for 2 MiB pages; `stats().huge_page_bytes` tells what it gave.
+    pin : bool
+        Lock the pages in memory. With a GPU by its driver, else with `mlock` as far as the limit
+        (`ulimit -l`) allows. `pinned` tells what was obtained; not getting it is no error.
+
+    Attributes
+    ----------
+    n_bytes : int
+    pinned : {"device", "mlock", None}
+        How the pages are locked.
+    pin_error : str or None
+        Why they are not, when asked for.
+
+    Raises
+    ------
+    HostMemoryError
+        The machine has less memory available than asked for; nothing was taken.
+    InvalidArgumentError
+        `n_bytes` below 1, or no such device.
+    """
+
+    def __init__(
+        self,
+        n_bytes: int,
+        *,
+        device: str | None = None,
+        prefault: bool = True,
+        huge_pages: bool = True,
+        pin: bool = True,
+    ) -> None:
+        runtime.start()
+        self.n_bytes = _round_up(_positive(n_bytes, "n_bytes"), ALIGNMENT)
+        available = available_memory()
+        if self.n_bytes > available:
+            raise HostMemoryError(self.n_bytes, available)
+
+        buffer_type, driver_locked = _buffer_type(device, pin)
+        self.buffer_type = ffi.string(C.ggml_backend_buft_name(buffer_type)).decode()
+        slack = _HUGE_PAGE if huge_pages else ALIGNMENT
+        with runtime.engine_log():
+            buffer = C.ggml_backend_buft_alloc_buffer(buffer_type, self.n_bytes + slack)
+        if buffer == ffi.NULL:
+            raise HostMemoryError(self.n_bytes + slack, available)
+        base = int(ffi.cast("uintptr_t", C.ggml_backend_buffer_get_base(buffer)))
+        self._address = _round_up(base, slack)
+        pointer = ffi.cast("void *", self._address)
+        if huge_pages and not driver_locked:
+            C.skv_advise_huge(pointer, self.n_bytes)
+        if prefault and (error := C.skv_prefault(pointer, self.n_bytes)):
+            C.ggml_backend_buffer_free(buffer)
+            raise HostMemoryError(self.n_bytes, available) from OSError(error, os.strerror(error))
+        self.pinned: Literal["device", "mlock"] | None = "device" if driver_locked else None
+        self.pin_error: str | None = None
+        if pin and not driver_locked:
+            if error := C.skv_lock(pointer, self.n_bytes):
+                self.pin_error = f"mlock: {os.strerror(error)}"
+            else:
+                self.pinned = "mlock"
+
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, self.n_bytes)]  # (offset, size), by offset, never adjacent
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._lost: deque[tuple[int, int]] = deque()  # blocks of leases that were dropped without release()
+        self._slab = weakref.finalize(self, _free_slab, buffer, pointer, self.n_bytes, self.pinned == "mlock")
+        self._slab.atexit = False
+
+    @classmethod
+    def for_branches(cls, ctx: HasState, n_branches: int, *, seq: int = 0, **options: Any) -> Arena:
+        """An arena with room for a snapshot of sequence `seq` of `ctx` as it is now, and for `n_branches` forks.
+
+        The size comes from the engine (`llama_state_seq_get_size`), not from a formula. `options` as for `Arena`.
+        """
+        n_snapshots = 1 + _positive(n_branches, "n_branches")
+        return cls(n_snapshots * _round_up(ctx.state_size(seq), ALIGNMENT), **options)
+
+    def lease(self, n_bytes: int) -> Lease:
+        """Take a piece of at least `n_bytes`; its bytes are whatever was there before.
+
+        Raises
+        ------
+        ArenaExhaustedError
+            No free block is large enough; nothing was taken.
+        """
+        n_bytes = _positive(n_bytes, "n_bytes")
+        size = _round_up(n_bytes, ALIGNMENT)
+        with self._lock:
+            self._check_open()
+            self._take_back_lost()
+            fitting = [block for block in self._free if block[1] >= size]
+            if not fitting:
+                sizes = [free for _, free in self._free]
+                raise ArenaExhaustedError(size, sum(sizes), max(sizes, default=0))
+            offset, free = min(fitting, key=operator.itemgetter(1))
+            at = bisect.bisect_left(self._free, (offset, 0))
+            self._free[at : at + 1] = [(offset + size, free - size)] if free > size else []
+            lease = Lease(self, offset, n_bytes, size)
+            self._leases.add(lease)
+        return lease
+
+    def stats(self) -> ArenaStats:
+        """Sizes and counts at this moment."""
+        with self._lock:
+            self._check_open()
+            self._take_back_lost()
+            sizes = [size for _, size in self._free]
+            leases = list(self._leases)
+        return ArenaStats(
+            n_bytes=self.n_bytes,
+            used=self.n_bytes - sum(sizes),
+            free=sum(sizes),
+            largest_free=max(sizes, default=0),
+            n_leases=len(leases),
+            n_viewed=sum(lease.viewed for lease in leases),
+            pinned=self.pinned,
+            huge_page_bytes=_huge_page_bytes(self._address, self.n_bytes),
+            buffer_type=self.buffer_type,
+        )
+
+    def check_integrity(self) -> None:
+        """Check that free blocks and leases tile the slab: in order, no gap, no overlap, free neighbours merged.
+
+        Raises
+        ------
+        IntegrityError
+            They do not.
+        """
+        with self._lock:
+            self._check_open()
+            self._take_back_lost()
+            free = [(offset, size, "free") for offset, size in self._free]
+            held = [(lease.offset, lease.capacity, "lease") for lease in self._leases]
+        at, before = 0, ""
+        for offset, size, kind in sorted(free + held):
+            if offset != at or size <= 0 or size % ALIGNMENT:
+                raise IntegrityError(f"arena: {kind} block of {size} bytes at {offset}, expected one at {at}")
+            if kind == before == "free":
+                raise IntegrityError(f"arena: two free blocks meet at {offset}")
+            at, before = offset + size, kind
+        if at != self.n_bytes:
+            raise IntegrityError(f"arena: blocks end at {at}, the slab at {self.n_bytes}")
+
+    def close(self) -> None:
+        """Give the memory back. Does nothing the second time.
+
+        Raises
+        ------
+        LiveViewsError
+            Leases are held, or views of them alive; the arena stays open.
+        """
+        with self._lock:
+            if not self._slab.alive:
+                return
+            self._take_back_lost()
+            leases = list(self._leases)
+            if leases:
+                raise LiveViewsError("arena", sum(lease.viewed for lease in leases), len(leases))
+            self._slab()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has given the memory back."""
+        return not self._slab.alive
+
+    def _check_open(self) -> None:
+        if not self._slab.alive:
+            raise ClosedError("arena")
+
+    def _take_back_lost(self) -> None:
+        """Return blocks whose lease was garbage collected. A finalizer may run anywhere, so it only queues them."""
+        while self._lost:
+            self._put_back(*self._lost.popleft())
+
+    def _put_back(self, offset: int, size: int) -> None:
+        at = bisect.bisect_left(self._free, (offset, 0))
+        if at < len(self._free) and offset + size == self._free[at][0]:
+            size += self._free.pop(at)[1]
+        if at and sum(self._free[at - 1]) == offset:
+            at -= 1
+            offset, before = self._free.pop(at)
+            size += before
+        self._free.insert(at, (offset, size))
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"pinned={self.pinned!r}"
+        return f"<Arena {self.n_bytes:,} bytes in {self.buffer_type}, {state}>"
+
+
+class Lease:
+    """A piece of an arena. Made by `Arena.lease`; keeps its arena alive.
+
+    Attributes
+    ----------
+    arena : Arena
+    offset, n_bytes, capacity : int
+        Where it begins in the slab, the size asked for, and the size taken (a multiple of 4096).
+    """
+
+    def __init__(self, arena: Arena, offset: int, n_bytes: int, capacity: int) -> None:
+        self.arena, self.offset, self.n_bytes, self.capacity = arena, offset, n_bytes, capacity
+        self._root: weakref.ref[npt.NDArray[np.uint8]] | None = None
+        self._buffer: Any = None
+        self._lost = weakref.finalize(self, _lose_lease, arena._lost, offset, capacity)
+        self._lost.atexit = False
+
+    @property
+    def _ptr(self) -> Any:
+        self._check_held()
+        return ffi.cast("uint8_t *", self.arena._address + self.offset)
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes as a writable uint8 array of shape (n_bytes,): a view, not a copy.
+
+        The view keeps the lease alive. It must be dropped before `release`, which refuses otherwise.
+        """
+        self._check_held()
+        root = self._root() if self._root else None
+        if root is None:
+            root = np.asarray(_ArrayInterface(self))
+            self._root = weakref.ref(root)
+        return root
+
+    @property
+    def ggml_buffer(self) -> Any:
+        """The same bytes as a `ggml_backend_buffer_t` of the CPU device (cffi pointer). Valid until `release`."""
+        if self._buffer is None:
+            cpu = C.ggml_backend_dev_by_type(C.GGML_BACKEND_DEVICE_TYPE_CPU)
+            buffer = C.ggml_backend_dev_buffer_from_host_ptr(cpu, self._ptr, self.n_bytes, self.n_bytes)
+            self._buffer = ffi.gc(buffer, C.ggml_backend_buffer_free)
+        self._check_held()
+        return self._buffer
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export to another array library without a copy; counts as a live view for as long as it is held there."""
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    @property
+    def viewed(self) -> bool:
+        """Whether a numpy view of these bytes (or a slice, or a DLPack export of one) is alive."""
+        # numpy makes every slice refer to the first array over a buffer, so that one's life is all slices' life.
+        return self._root is not None and self._root() is not None
+
+    @property
+    def released(self) -> bool:
+        """Whether the bytes have gone back to the arena."""
+        return not self._lost.alive
+
+    def release(self) -> None:
+        """Give the bytes back to the arena.
+
+        Raises
+        ------
+        ClosedError
+            Released before.
+        LiveViewsError
+            A view is alive; the lease stays as it is.
+        """
+        with self.arena._lock:
+            self._check_held()
+            if self.viewed:
+                raise LiveViewsError("lease", 1)
+            self._lost.detach()
+            if self._buffer is not None:
+                ffi.release(self._buffer)
+            self.arena._leases.discard(self)
+            self.arena._put_back(self.offset, self.capacity)
+
+    def _check_held(self) -> None:
+        if not self._lost.alive:
+            raise ClosedError("lease")
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.released:
+            self.release()
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.n_bytes:,} bytes at {self.offset:,}{', released' if self.released else ''}>"
+
+
+class _ArrayInterface:
+    """Base object of a lease's arrays: what numpy keeps alive, and with it the lease."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        address = lease.arena._address + lease.offset
+        self.__array_interface__ = {"shape": (lease.n_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def available_memory() -> int:
+    """Bytes this process may still take without swapping, by the kernel's own estimate and the cgroup's limit."""
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        free = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit, encoding="ascii") as maximum, open(usage, encoding="ascii") as current:
+                free = min(free, int(maximum.read()) - int(current.read()))
+        except (OSError, ValueError):  # no such cgroup, or "max"
+            continue
+    return max(free, 0)
+
+
+def _buffer_type(device: str | None, pin: bool) -> tuple[Any, bool]:
+    """The buffer type to allocate from, and whether its memory is page-locked by a driver."""
+    if device is None:
+        chosen = runtime.gpu_device() if pin else None
+    else:
+        chosen = C.ggml_backend_dev_by_name(device.encode())
+        if chosen == ffi.NULL:
+            names = ", ".join(known.name for known in runtime.devices())
+            raise InvalidArgumentError(f"no device named {device!r}; there are {names}")
+    if chosen is not None and pin:
+        host = C.ggml_backend_dev_host_buffer_type(chosen)
+        if host != ffi.NULL:
+            return host, True
+    cpu = C.ggml_backend_dev_by_type(C.GGML_BACKEND_DEVICE_TYPE_CPU)
+    return C.ggml_backend_dev_buffer_type(cpu), False
+
+
+def _free_slab(buffer: Any, pointer: Any, n_bytes: int, locked: bool) -> None:
+    if locked:  # the allocator may keep the pages, and would keep them locked
+        C.skv_unlock(pointer, n_bytes)
+    C.ggml_backend_buffer_free(buffer)
+
+
+def _lose_lease(lost: deque[tuple[int, int]], offset: int, capacity: int) -> None:
+    lost.append((offset, capacity))
+    warnings.warn(f"a lease of {capacity:,} bytes was dropped without release()", ResourceWarning, stacklevel=2)
+
+
+def _huge_page_bytes(address: int, n_bytes: int) -> int:
+    total, inside = 0, False
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as smaps:
+        for line in smaps:
+            head = line.split(maxsplit=1)[0]
+            if not head.endswith(":"):
+                begin, end = (int(part, 16) for part in head.split("-"))
+                inside = begin < address + n_bytes and end > address
+            elif inside and head == "AnonHugePages:":
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def _positive(value: int, name: str) -> int:
+    number = operator.index(value)
+    if number < 1:
+        raise InvalidArgumentError(f"{name} should be at least 1, is {number}")
+    return number
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

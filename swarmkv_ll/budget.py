@@ -1,0 +1,48 @@
+"""Does a prefix with its branch fit a context? Asked before anything is allocated."""
+
+from __future__ import annotations
+
+import operator
+
+from .errors import ContextBudgetError, InvalidArgumentError
+
+
+def validate_context_budget(prefix_tokens: int, branch_tokens: int, n_ctx: int, headroom: int = 128) -> int:
+    """Check that prefix, branch and headroom fit into a context, before a context or a buffer is made.
+
+    Parameters
+    ----------
+    prefix_tokens : int
+        Tokens of the shared document.
+    branch_tokens : int
+        Tokens a branch adds: its prompt and its answer.
+    n_ctx : int
+        Tokens the context holds for one sequence.
+    headroom : int
+        Tokens to keep free.
+
+    Returns
+    -------
+    int
+        Tokens left over, 0 or more.
+
+    Raises
+    ------
+    ContextBudgetError
+        They do not fit; the error carries every number.
+    InvalidArgumentError
+        A number is negative.
+    """
+    counts = {
+        "prefix_tokens": prefix_tokens,
+        "branch_tokens": branch_tokens,
+        "n_ctx": n_ctx,
+        "headroom": headroom,
+    }
+    for name, value in counts.items():
+        if operator.index(value) < 0:
+            raise InvalidArgumentError(f"{name} should be 0 or more, is {value}")
+    spare = n_ctx - prefix_tokens - branch_tokens - headroom
+    if spare < 0:
+        raise ContextBudgetError(prefix_tokens, branch_tokens, headroom, n_ctx)
+    return spare

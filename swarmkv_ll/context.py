@@ -1,0 +1,727 @@
+"""A context: KV memory for one or more sequences, decode in batches, logits, operations on sequences."""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from . import runtime
+from .arena import Arena, available_memory
+from .cells import CellLedger
+from .errors import (
+    ClosedError,
+    ContextCreateError,
+    ContextFullError,
+    DecodeError,
+    HostMemoryError,
+    InvalidArgumentError,
+    LiveViewsError,
+    NoLogitsError,
+    PartialRemovalError,
+)
+from .ffi import C, ffi
+from .model import Model, ModelHandle, Tokens
+from .sampling import Sampler
+
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
+
+Logits = npt.NDArray[np.float32]
+
+KV_TYPES: dict[str, int] = {
+    "f32": C.GGML_TYPE_F32,
+    "f16": C.GGML_TYPE_F16,
+    "bf16": C.GGML_TYPE_BF16,
+    "q8_0": C.GGML_TYPE_Q8_0,
+    "q5_1": C.GGML_TYPE_Q5_1,
+    "q5_0": C.GGML_TYPE_Q5_0,
+    "q4_1": C.GGML_TYPE_Q4_1,
+    "q4_0": C.GGML_TYPE_Q4_0,
+    "iq4_nl": C.GGML_TYPE_IQ4_NL,
+}
+"""Types a KV cache can be kept in."""
+
+_MAX_POSITION = 2**31 - 2
+_MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is an assert in the engine
+
+
+class Context:
+    """KV memory on a model. Made by `Model.context`.
+
+    Parameters
+    ----------
+    n_ctx : int
+        KV cells in all, one a token; 0 for the length the model was trained on. The engine rounds up to 256.
+    n_seq_max : int
+        Sequences, numbered 0 to n_seq_max − 1.
+    kv_unified : bool
+        One pool of cells that sequences can share (`copy_sequence` then copies no data), or a pool of
+        ``n_ctx / n_seq_max`` cells for each ("streams").
+    flash_attn : "auto", True or False
+        What it came to is in `flash_attn` afterwards.
+    type_k, type_v : str
+        Types of the K and V cache: a key of `KV_TYPES`.
+    n_batch, n_ubatch : int
+        Tokens handed to the engine at once, and computed at once.
+    n_threads : int, optional
+        By default the physical cores this process may run on.
+
+    Attributes
+    ----------
+    model : Model
+    n_ctx, n_ctx_seq, n_seq_max, n_batch, n_ubatch, n_threads : int
+        As the engine has them; `n_ctx_seq` is what one sequence may hold.
+    kv_unified, flash_attn : bool
+    type_k, type_v : str
+
+    Raises
+    ------
+    InvalidArgumentError, HostMemoryError, ContextCreateError
+        Nothing was made.
+
+    Notes
+    -----
+    A context may be used from any thread, by one at a time: calls wait for each other (`LlamaGuard`). The views
+    that `logits` gives are the engine's memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_ctx: int,
+        n_seq_max: int = 1,
+        *,
+        kv_unified: bool = True,
+        flash_attn: Literal["auto"] | bool = "auto",
+        type_k: str = "f16",
+        type_v: str = "f16",
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+    ) -> None:
+        parent = model._handle
+        n_threads = n_threads if n_threads is not None else default_n_threads()
+        n_ctx = operator.index(n_ctx) or model.n_ctx_train
+        most_sequences = int(C.llama_max_parallel_sequences())
+        for name, value, low, high in (
+            ("n_ctx", n_ctx, 1, 2**31 - 256),
+            ("n_seq_max", n_seq_max, 1, most_sequences),
+            ("n_batch", n_batch, 1, 2**24),
+            ("n_ubatch", n_ubatch, 1, 2**24),
+            ("n_threads", n_threads, 1, _MAX_THREADS),
+        ):
+            if not low <= operator.index(value) <= high:
+                raise InvalidArgumentError(f"{name} should be {low} to {high}, is {value}")
+        if flash_attn not in ("auto", True, False):
+            raise InvalidArgumentError(f'flash_attn should be "auto", True or False, is {flash_attn!r}')
+        if not kv_unified and n_ctx < n_seq_max:
+            raise InvalidArgumentError(f"n_ctx of {n_ctx} cannot be divided among {n_seq_max} sequences")
+        if not model.decodes:
+            raise ContextCreateError(f"{model.path.name} is not a decoder-only model")
+        _check_kv_types(model, type_k, type_v, flash_attn)
+        _check_memory(model, n_ctx, type_k, type_v)
+
+        params = C.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx, n_seq_max, kv_unified
+        params.n_batch, params.n_ubatch = n_batch, min(n_ubatch, n_batch)
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k, params.type_v = KV_TYPES[type_k], KV_TYPES[type_v]
+        params.flash_attn_type = {
+            "auto": C.LLAMA_FLASH_ATTN_TYPE_AUTO,
+            True: C.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+            False: C.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+        }[flash_attn]
+        self._lock = model.guard.lock()
+        with self._lock, runtime.engine_log() as log:
+            pointer = C.llama_init_from_model(parent.pointer, params)
+        if pointer == ffi.NULL:
+            raise ContextCreateError(runtime.last_reason(log, "the engine could not make this context"))
+        self._owned: _ContextHandle | None = _ContextHandle(pointer, parent)
+        self._memory = C.llama_get_memory(pointer)
+        self.model = model
+        self.n_ctx = int(C.llama_n_ctx(pointer))
+        self.n_ctx_seq = int(C.llama_n_ctx_seq(pointer))
+        self.n_seq_max = int(C.llama_n_seq_max(pointer))
+        self.n_batch = int(C.llama_n_batch(pointer))
+        self.n_ubatch = int(C.llama_n_ubatch(pointer))
+        self.n_threads = n_threads
+        self.kv_unified = kv_unified or n_seq_max == 1
+        self.type_k, self.type_v = type_k, type_v
+        # The engine tells what "auto" came to in its log only.
+        self.flash_attn = bool(flash_attn) and not any("Flash Attention not supported" in line for line in log)
+        # V's layout was settled before that, by what was asked for (llama_kv_cache is made first).
+        self.v_transposed = flash_attn is False
+
+        # A purely recurrent model has one state a sequence and no cells to run out of.
+        self._cells = (
+            None
+            if model.capabilities.blob_parts.n_attention == 0
+            else CellLedger(
+                self.n_ctx_seq if not self.kv_unified else self.n_ctx, self.n_seq_max, unified=self.kv_unified
+            )
+        )
+        self._batch = _Batch(self.n_batch)
+        self._outputs = _Outputs(self._owned, model.n_vocab, self.n_seq_max)
+
+    # ── decode ───────────────────────────────────────────────────────────────────────────────────────
+
+    def decode(
+        self,
+        tokens: npt.ArrayLike,
+        *,
+        pos: int | None = None,
+        seq: int = 0,
+        logits: Literal["last", "all", "none"] = "last",
+    ) -> int:
+        """Append tokens to a sequence and compute them.
+
+        Parameters
+        ----------
+        tokens : array of integers, shape (n,)
+            At least one. Handed to the engine in pieces of `n_batch`.
+        pos : int, optional
+            Position of the first; by default, and for a sequence that is not empty always, `position(seq)`.
+        seq : int
+        logits : {"last", "all", "none"}
+            For which of the tokens `logits()` gives rows afterwards.
+
+        Returns
+        -------
+        int
+            The sequence's next position.
+
+        Raises
+        ------
+        InvalidArgumentError, ContextFullError
+            Refused before the engine saw anything.
+        DecodeError, KeyboardInterrupt
+            The engine failed, or Ctrl-C was pressed (it is noticed within one batch). The sequence is put back to
+            what it was before the call. A recurrent model's memory has no way back: its sequence is then empty.
+        """
+        if logits not in ("last", "all", "none"):
+            raise InvalidArgumentError(f'logits should be "last", "all" or "none", is {logits!r}')
+        return self._decode([(tokens, seq)], pos=pos, want=logits)[0]
+
+    def decode_batch(self, parts: Sequence[tuple[npt.ArrayLike, int]]) -> list[int]:
+        """Append tokens to several sequences at once, in as few engine batches as they fit into.
+
+        Parameters
+        ----------
+        parts : sequence of (tokens, seq)
+            Each sequence once. Each part's last token gets a logits row: `logits(seq)`.
+
+        Returns
+        -------
+        list of int
+            Each sequence's next position.
+
+        Raises
+        ------
+        As `decode`; on failure every sequence is put back.
+        """
+        if not parts:
+            raise InvalidArgumentError("parts should hold at least one (tokens, seq)")
+        return self._decode(parts, pos=None, want="last")
+
+    def _decode(
+        self, parts: Sequence[tuple[npt.ArrayLike, int]], *, pos: int | None, want: Literal["last", "all", "none"]
+    ) -> list[int]:
+        with self._lock:
+            pointer = self._ptr
+            work = [(self.model.check_tokens(tokens), self._check_seq(seq)) for tokens, seq in parts]
+            seqs = [seq for _, seq in work]
+            if len(set(seqs)) != len(seqs):
+                raise InvalidArgumentError(f"each sequence can stand in a batch once, got {seqs}")
+            starts = [self._check_start(seq, pos) for seq in seqs]
+            for (tokens, seq), start in zip(work, starts, strict=True):
+                if not len(tokens):
+                    raise InvalidArgumentError("tokens should hold at least one token")
+                if start + len(tokens) - 1 > _MAX_POSITION:
+                    raise InvalidArgumentError(f"position {start + len(tokens) - 1} is above {_MAX_POSITION}")
+                self._check_room(seq, len(tokens))
+            if self.kv_unified:
+                self._check_room(seqs[0], sum(len(tokens) for tokens, _ in work))
+
+            token = np.concatenate([tokens for tokens, _ in work])
+            position = np.concatenate(
+                [np.arange(s, s + len(t), dtype=np.int32) for (t, _), s in zip(work, starts, strict=True)]
+            )
+            seq_of = np.repeat(np.array(seqs, np.int32), [len(tokens) for tokens, _ in work])
+            output = np.full(len(token), want == "all", np.int8)
+            lasts = np.cumsum([len(tokens) for tokens, _ in work]) - 1
+            if want == "last":
+                output[lasts] = 1
+            self._outputs.begin(output, self.n_batch)
+            try:
+                for begin in range(0, len(token), self.n_batch):
+                    piece = slice(begin, begin + self.n_batch)
+                    self._run(pointer, token[piece], position[piece], seq_of[piece], output[piece])
+                    self._outputs.collect(int(output[piece].sum()), last=piece.stop >= len(token))
+                if self._cells:
+                    for (tokens, seq), start in zip(work, starts, strict=True):
+                        self._cells.add(seq, np.arange(start, start + len(tokens), dtype=np.int32))
+            except BaseException:
+                for seq, start in zip(seqs, starts, strict=True):
+                    self._roll_back(seq, start)
+                raise
+            for seq, row in zip(seqs, np.cumsum(output)[lasts] - 1, strict=True):
+                self._outputs.advance(seq, None if want == "none" else int(row))
+            return [start + len(tokens) for (tokens, _), start in zip(work, starts, strict=True)]
+
+    def _run(self, pointer: Any, token: Any, position: Any, seq: Any, output: Any) -> None:
+        """One engine batch. Ctrl-C is looked for between graph nodes, which only the main thread can answer."""
+        batch = self._batch.fill(token, position, seq, output)
+        polls = threading.current_thread() is threading.main_thread()
+        if polls:
+            C.llama_set_abort_callback(pointer, ffi.addressof(C, "skv_poll_interrupt"), ffi.NULL)
+        try:
+            with runtime.engine_log() as log:
+                code = C.llama_decode(pointer, batch)
+        finally:
+            if polls:
+                C.llama_set_abort_callback(pointer, ffi.NULL, ffi.NULL)
+        if polls and _interrupts:
+            raise _interrupts.pop()
+        if code == 1:
+            available = self._cells.free(int(seq[0])) if self._cells else 0
+            raise ContextFullError(len(token), available, self.n_ctx_seq)
+        if code:
+            raise DecodeError(code, runtime.last_reason(log, "the engine gave no reason"))
+
+    def _roll_back(self, seq: int, start: int) -> None:
+        if self._next(seq) > start and not C.llama_memory_seq_rm(self._memory, seq, start, -1):
+            C.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            start = 0
+        if self._cells:
+            self._cells.remove(seq, start, 2**31 - 1)
+
+    def logits(self, seq: int | None = None) -> Logits:
+        """Logits of the last decode: the engine's memory, not a copy.
+
+        Parameters
+        ----------
+        seq : int, optional
+            Give the row after that sequence's last token, from the last decode, or from the snapshot it was
+            restored from. By default everything the last decode gave.
+
+        Returns
+        -------
+        ndarray of float32, read-only
+            Shape (n_vocab,) for a sequence, or after ``logits="last"`` of one sequence; else (n_rows, n_vocab).
+
+        Notes
+        -----
+        Valid until the next decode, which writes new values into the same memory: copy what must last. The array
+        stays readable after `close` (the engine's context is freed when the last view is gone). Only for
+        ``logits="all"`` of more than `n_batch` tokens are the rows gathered by a copy.
+
+        Raises
+        ------
+        NoLogitsError
+            The last decode gave none.
+        """
+        with self._lock:
+            self._ptr  # noqa: B018 - raises after close
+            if seq is not None:
+                return self._outputs.row(self._check_seq(seq))
+            return self._outputs.everything()
+
+    def generate(self, sampler: Sampler, max_tokens: int, *, seq: int = 0) -> Iterator[int]:
+        """Sample and decode, token by token, from where the sequence stands.
+
+        Yields
+        ------
+        int
+            Each token, before it is decoded; the last one is left undecoded. Ends after `max_tokens`, or when the
+            model ends its answer (that token is not yielded).
+
+        Raises
+        ------
+        NoLogitsError
+            Nothing to sample from: decode with logits, or restore a snapshot that carries them, first.
+        """
+        for i in range(max_tokens):
+            token = sampler.sample(self.logits(seq))
+            if self.model.is_end(token):
+                return
+            yield token
+            if i + 1 < max_tokens:
+                self.decode([token], seq=seq)
+
+    # ── sequences ────────────────────────────────────────────────────────────────────────────────────
+
+    def position(self, seq: int = 0) -> int:
+        """The sequence's next position: one past its last token, 0 if it is empty."""
+        with self._lock:
+            self._ptr  # noqa: B018 - raises after close
+            return self._next(self._check_seq(seq))
+
+    def cells_free(self, seq: int = 0) -> int:
+        """KV cells that sequence `seq` can still take; with a unified cache, that all can take together."""
+        with self._lock:
+            self._ptr  # noqa: B018 - raises after close
+            return self._cells.free(self._check_seq(seq)) if self._cells else self.n_ctx_seq
+
+    def copy_sequence(self, source: int, target: int, n_tokens: int | None = None) -> None:
+        """Make `target` hold what `source` holds; what `target` held is dropped.
+
+        With a unified cache no KV data is copied: both share the cells. With streams the state is copied through
+        host memory. (The engine's own copy between streams only takes place at the next decode, so that an export
+        before it would read stale bytes, and a restore would be overwritten.)
+
+        Parameters
+        ----------
+        n_tokens : int, optional
+            Only positions below this; not possible for recurrent and hybrid models, for sliding windows, or
+            between streams.
+        """
+        with self._lock:
+            pointer = self._ptr
+            source, target = self._check_seq(source), self._check_seq(target)
+            end = self._next(source)
+            if n_tokens is not None and n_tokens != end:
+                if not self.model.capabilities.attention_only or not self.kv_unified:
+                    raise PartialRemovalError(f"only the whole sequence of {end} tokens can be copied here")
+                if not 0 <= operator.index(n_tokens) <= end:
+                    raise InvalidArgumentError(f"n_tokens should be 0 to {end}, is {n_tokens}")
+                end = n_tokens
+            if source == target:
+                if n_tokens is not None:
+                    self.remove(source, end)
+                return
+            if self.kv_unified or not self._cells:
+                self.remove(target)
+                C.llama_memory_seq_cp(self._memory, source, target, -1, end)
+                if self._cells:
+                    self._cells.share(source, target, end)
+            else:
+                self._copy_between_streams(pointer, source, target)
+            self._outputs.copy(source, target)
+
+    def _copy_between_streams(self, pointer: Any, source: int, target: int) -> None:
+        state = np.empty(C.llama_state_seq_get_size(pointer, source), np.uint8)
+        data = ffi.from_buffer("uint8_t[]", state)
+        positions = np.arange(C.llama_memory_seq_pos_min(self._memory, source), self._next(source), dtype=np.int32)
+        self.remove(target)
+        if len(positions):
+            n = C.llama_state_seq_get_data(pointer, data, len(state), source)
+            if n != len(state) or C.llama_state_seq_set_data(pointer, data, n, target) != n:
+                raise ContextFullError(len(positions), self.cells_free(target), self.n_ctx_seq, "copy")
+            if self._cells:
+                self._cells.add(target, positions)
+
+    def remove(self, seq: int, begin: int = 0, end: int | None = None) -> None:
+        """Remove the tokens at positions begin … end−1 from a sequence; by default all.
+
+        Raises
+        ------
+        PartialRemovalError
+            The memory cannot give up a part of this sequence; it is as it was.
+        """
+        with self._lock:
+            self._ptr  # noqa: B018 - raises after close
+            seq, n = self._check_seq(seq), self._next(seq)
+            end = n if end is None else min(operator.index(end), n)
+            if not 0 <= operator.index(begin):
+                raise InvalidArgumentError(f"begin should be 0 or more, is {begin}")
+            if begin >= end:
+                return
+            kept = self.model.capabilities
+            if (begin, end) != (0, n):
+                if kept.recurrent or kept.hybrid:
+                    raise PartialRemovalError(
+                        f"a recurrent state of {n} tokens cannot lose tokens {begin} to {end - 1}"
+                    )
+                lost = C.llama_memory_seq_pos_min(self._memory, seq)
+                needed = max(0, begin - kept.sliding_window)
+                if kept.sliding_window and (end < n or lost > needed):
+                    raise PartialRemovalError(
+                        f"the sliding window of {kept.sliding_window} tokens no longer holds positions {needed} to "
+                        f"{lost - 1}, which going back to {begin} needs"
+                    )
+            C.llama_memory_seq_rm(self._memory, seq, begin, end if end < n else -1)
+            if self._cells:
+                self._cells.remove(seq, begin, end)
+            self._outputs.drop(seq)
+
+    def clear(self) -> None:
+        """Remove every sequence."""
+        with self._lock:
+            self._ptr  # noqa: B018 - raises after close
+            C.llama_memory_clear(self._memory, False)
+            if self._cells:
+                self._cells.clear()
+            self._outputs.clear()
+
+    # ── state ────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_size(self, seq: int = 0) -> int:
+        """Bytes the engine needs to export a sequence as it is now (`llama_state_seq_get_size`)."""
+        with self._lock:
+            return int(C.llama_state_seq_get_size(self._ptr, self._check_seq(seq)))
+
+    def snapshot(self, arena: Arena, seq: int = 0, *, tokens: npt.ArrayLike | None = None) -> Snapshot:
+        """Export a sequence's state straight into a lease of `arena`; see :class:`Snapshot`."""
+        from .snapshot import Snapshot  # points downward: snapshots are taken of a context
+
+        return Snapshot.take(self, arena, seq, tokens=tokens)
+
+    def _replaced(self, seq: int, positions: Tokens | None, row: Logits | None) -> None:
+        """A restore has put cells at `positions` into a sequence, or, with None, failed and left it empty."""
+        if positions is None:
+            C.llama_memory_seq_rm(self._memory, seq, -1, -1)
+        if self._cells:
+            self._cells.remove(seq, 0, 2**31 - 1)
+            if positions is not None:
+                self._cells.add(seq, positions)
+        self._outputs.restore(seq, row)
+
+    # ── checks and life ──────────────────────────────────────────────────────────────────────────────
+
+    def _check_seq(self, seq: int) -> int:
+        seq = operator.index(seq)
+        if not 0 <= seq < self.n_seq_max:
+            raise InvalidArgumentError(f"sequence should be 0 to {self.n_seq_max - 1}, is {seq}")
+        return seq
+
+    def _check_start(self, seq: int, pos: int | None) -> int:
+        at = self._next(seq)
+        if pos is None:
+            return at
+        if operator.index(pos) < 0 or (at and pos != at):
+            raise InvalidArgumentError(f"position should be {at if at else '0 or more'} for sequence {seq}, is {pos}")
+        return pos
+
+    def _check_room(self, seq: int, n_tokens: int) -> None:
+        if self._cells and n_tokens > self._cells.free(seq):
+            raise ContextFullError(n_tokens, self._cells.free(seq), self.n_ctx_seq)
+
+    def _next(self, seq: int) -> int:
+        return int(C.llama_memory_seq_pos_max(self._memory, seq)) + 1
+
+    @property
+    def _ptr(self) -> Any:
+        if self._owned is None:
+            raise ClosedError("context")
+        return self._owned.pointer
+
+    def close(self) -> None:
+        """Free the KV memory, once no view of its logits is left. Does nothing the second time."""
+        with self._lock:
+            self._owned = None
+            self._outputs = None  # type: ignore[assignment]  # it holds the handle too
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._owned is None
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} of {self.model!r}{', closed' if self.closed else ''}>"
+
+
+class _ContextHandle:
+    """Owns a `llama_context *` and keeps its model's weights alive."""
+
+    def __init__(self, pointer: Any, parent: ModelHandle) -> None:
+        self.pointer, self.parent = pointer, parent
+        weakref.finalize(self, _free_context, pointer, parent).atexit = False
+
+
+def _free_context(pointer: Any, _parent: ModelHandle) -> None:
+    C.llama_free(pointer)
+
+
+class _Batch:
+    """A `llama_batch` over numpy arrays, filled by slices."""
+
+    def __init__(self, n_batch: int) -> None:
+        self.token = np.zeros(n_batch, np.int32)
+        self.position = np.zeros(n_batch, np.int32)
+        self.seq = np.zeros(n_batch, np.int32)
+        self.output = np.zeros(n_batch, np.int8)
+        self.n_seq = np.ones(n_batch, np.int32)
+        self.seq_pointer = self.seq.ctypes.data + 4 * np.arange(n_batch, dtype=np.uintp)
+        self.struct = ffi.new("llama_batch *")
+        self.struct.token = ffi.from_buffer("llama_token[]", self.token)
+        self.struct.pos = ffi.from_buffer("llama_pos[]", self.position)
+        self.struct.n_seq_id = ffi.from_buffer("int32_t[]", self.n_seq)
+        self.struct.seq_id = ffi.cast("llama_seq_id **", self.seq_pointer.ctypes.data)
+        self.struct.logits = ffi.from_buffer("int8_t[]", self.output)
+
+    def fill(self, token: Tokens, position: Tokens, seq: Tokens, output: npt.NDArray[np.int8]) -> Any:
+        n = len(token)
+        self.token[:n], self.position[:n], self.seq[:n], self.output[:n] = token, position, seq, output
+        self.struct.n_tokens = n
+        return self.struct[0]
+
+
+class _Outputs:
+    """The logits rows of the last decode, most often in the engine's memory, and rows that came with a restore."""
+
+    def __init__(self, handle: _ContextHandle, n_vocab: int, capacity: int) -> None:
+        self._handle, self._n_vocab = handle, n_vocab
+        self._capacity = capacity  # rows the engine's buffer holds; it only grows, and moves when it does
+        self._view: weakref.ref[Logits] | None = None  # the array all views of the engine's buffer derive from
+        self._copied: list[Logits] = []  # rows of all engine batches of the last decode but its last one
+        self._in_engine = 0  # rows of that last one
+        self._row_of: dict[int, int] = {}  # sequence: row after its last token, counted over both
+        self._restored: dict[int, Logits] = {}  # sequence: row that came with its snapshot
+
+    def begin(self, output: npt.NDArray[np.int8], n_batch: int) -> None:
+        """Before a decode. Refuses one that would make the engine move its buffer away under a live view."""
+        most = max(int(output[i : i + n_batch].sum()) for i in range(0, len(output), n_batch))
+        if most > self._capacity and self._view is not None and self._view() is not None:
+            raise LiveViewsError(f"logits buffer of {self._capacity} rows, too small for {most},", 1)
+        self._capacity = max(self._capacity, most)
+        self._forget_decode()
+
+    def collect(self, n_rows: int, *, last: bool) -> None:
+        """After an engine batch: keep its rows, unless they stay in the engine's memory as the last ones."""
+        if last:
+            self._in_engine = n_rows
+        elif n_rows:
+            self._copied.append(self._engine_rows(n_rows).copy())
+
+    def advance(self, seq: int, row: int | None) -> None:
+        """`seq` has been decoded; `row` is the one after its last token, if that was asked for."""
+        self.drop(seq)
+        if row is not None:
+            self._row_of[seq] = row
+
+    def restore(self, seq: int, row: Logits | None) -> None:
+        """`seq` now stands where a snapshot was taken; `row` came with it."""
+        self.drop(seq)
+        if row is not None:
+            self._restored[seq] = row
+
+    def copy(self, source: int, target: int) -> None:
+        """`target` now stands where `source` does."""
+        self.drop(target)
+        if source in self._row_of:
+            self._row_of[target] = self._row_of[source]
+        elif source in self._restored:
+            self._restored[target] = self._restored[source]
+
+    def drop(self, seq: int) -> None:
+        """`seq` no longer stands where its row says."""
+        self._row_of.pop(seq, None)
+        self._restored.pop(seq, None)
+
+    def clear(self) -> None:
+        """No sequence stands anywhere."""
+        self._forget_decode()
+        self._restored.clear()
+
+    def everything(self) -> Logits:
+        rows = [*self._copied, *([self._engine_rows(self._in_engine)] if self._in_engine else [])]
+        if not rows:
+            raise NoLogitsError("the last decode gave no logits")
+        found = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        found.flags.writeable = False
+        return found[0] if len(found) == 1 else found
+
+    def row(self, seq: int) -> Logits:
+        at = self._row_of.get(seq)
+        if at is None:
+            if seq not in self._restored:
+                raise NoLogitsError(f"no logits for sequence {seq}: decode a token of it or restore a snapshot first")
+            return self._restored[seq]
+        for rows in self._copied:
+            if at < len(rows):
+                return rows[at]
+            at -= len(rows)
+        return self._engine_rows(self._in_engine)[at]
+
+    def _forget_decode(self) -> None:
+        self._row_of.clear()
+        self._copied.clear()
+        self._in_engine = 0
+
+    def _engine_rows(self, n_rows: int) -> Logits:
+        # Asking for the address also makes the engine wait for its results and put them in batch order.
+        address = int(ffi.cast("uintptr_t", C.llama_get_logits(self._handle.pointer)))
+        root = self._view() if self._view else None
+        if root is None:
+            root = np.asarray(_ArrayInterface(self._handle, address, (self._capacity, self._n_vocab)))
+            self._view = weakref.ref(root)
+        return root[:n_rows]
+
+
+class _ArrayInterface:
+    """Base object of the logits views: what numpy keeps alive, and with it the engine's context."""
+
+    def __init__(self, handle: _ContextHandle, address: int, shape: tuple[int, int]) -> None:
+        self.handle = handle
+        self.__array_interface__ = {"shape": shape, "typestr": "<f4", "data": (address, True), "version": 3}
+
+
+# ── Ctrl-C ───────────────────────────────────────────────────────────────────────────────────────────
+
+_interrupts: list[BaseException] = []
+
+
+def _keep_interrupt(_: Any, error: BaseException, __: Any) -> None:
+    _interrupts.append(error)
+
+
+@ffi.def_extern(error=True, onerror=_keep_interrupt)  # type: ignore[untyped-decorator]
+def skv_on_interrupt(_data: Any) -> bool:
+    """Give Python the chance to run its signal handlers; what they raise stops the decode."""
+    return False
+
+
+# ── checks of parameters the engine would abort on ───────────────────────────────────────────────────
+
+
+def default_n_threads() -> int:
+    """Physical cores this process may run on."""
+    n_cpus = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/devices/system/cpu/smt/active", encoding="ascii") as file:
+            return max(1, n_cpus // 2) if file.read().strip() == "1" else n_cpus
+    except OSError:
+        return n_cpus
+
+
+def _head_dim(model: Model) -> int:
+    arch = model.metadata.get("general.architecture", "")
+    known = model.metadata.get(f"{arch}.attention.key_length")
+    return int(known) if known else model.n_embd // max(1, model.n_head)
+
+
+def _check_kv_types(model: Model, type_k: str, type_v: str, flash_attn: Literal["auto"] | bool) -> None:
+    for name, value in (("type_k", type_k), ("type_v", type_v)):
+        if value not in KV_TYPES:
+            raise InvalidArgumentError(f"{name} should be one of {', '.join(KV_TYPES)}, is {value!r}")
+        block = int(C.ggml_blck_size(KV_TYPES[value]))
+        if block > 1 and _head_dim(model) % block:
+            raise InvalidArgumentError(
+                f"{name}={value!r} has blocks of {block} values, which heads of {_head_dim(model)} cannot be cut into"
+            )
+    if flash_attn is False and C.ggml_is_quantized(KV_TYPES[type_v]):
+        raise InvalidArgumentError(f"type_v={type_v!r} needs flash attention")
+
+
+def _check_memory(model: Model, n_ctx: int, type_k: str, type_v: str) -> None:
+    """Refuse a plain KV cache that cannot fit: the engine clears it when made, and the kernel would kill us."""
+    if not model.capabilities.attention_only or runtime.gpu_device() is not None:
+        return
+    bits = sum({"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q5_1": 5, "q5_0": 5}.get(t, 4) for t in (type_k, type_v))
+    required = n_ctx * model.n_layer * model.n_head_kv * _head_dim(model) * bits // 8
+    available = available_memory()
+    if required > available:
+        raise HostMemoryError(required, available)

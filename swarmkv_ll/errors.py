@@ -1,0 +1,250 @@
+"""Every exception of the library.
+
+All of them derive from :class:`SwarmKVError` and carry their numbers as attributes, so that a caller can
+act on them without reading the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SwarmKVError(Exception):
+    """Base of every exception this library raises on purpose."""
+
+
+# ── loading the engine ───────────────────────────────────────────────────────────────────────────────
+
+
+class EngineLoadError(SwarmKVError):
+    """The engine or its binding could not be loaded (library, symbol, backend folder or device missing)."""
+
+
+class AbiMismatchError(EngineLoadError):
+    """The engine that was loaded is not the one the binding was compiled against.
+
+    Attributes
+    ----------
+    built, loaded : str
+        Stamp of the engine at compile time, and of the one now in the process.
+    """
+
+    def __init__(self, built: str, loaded: str) -> None:
+        self.built, self.loaded = built, loaded
+        super().__init__(
+            f"the binding was built for engine {built}, but {loaded} was loaded: run build_llama.sh and reinstall"
+        )
+
+
+class EngineConflictError(EngineLoadError):
+    """Another copy of libllama or libggml is already in this process; two copies clash.
+
+    Attributes
+    ----------
+    paths : tuple of str
+        Files of the other copy.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = tuple(paths)
+        super().__init__(
+            f"another copy of the engine is already loaded in this process: {', '.join(self.paths)}; "
+            "import swarmkv_ll in a process of its own"
+        )
+
+
+# ── use of objects ───────────────────────────────────────────────────────────────────────────────────
+
+
+class ClosedError(SwarmKVError):
+    """An object was used after it was closed or released."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(f"this {what} is closed")
+
+
+class InvalidArgumentError(SwarmKVError, ValueError):
+    """An argument is out of its range; nothing was changed."""
+
+
+class LiveViewsError(SwarmKVError, BufferError):
+    """Memory cannot be given back while views or leases of it are alive.
+
+    Attributes
+    ----------
+    n_views, n_leases : int
+        How many leases have live views, and how many leases are held.
+    """
+
+    def __init__(self, what: str, n_views: int, n_leases: int = 0) -> None:
+        self.n_views, self.n_leases = n_views, n_leases
+        leases = f"{n_leases} lease(s) held, " if n_leases else ""
+        super().__init__(f"{what} cannot be given back: {leases}{n_views} with live numpy views; drop them first")
+
+
+class IntegrityError(SwarmKVError):
+    """An object's own bookkeeping contradicts itself: a fault of this library, please report it."""
+
+
+# ── memory and room ──────────────────────────────────────────────────────────────────────────────────
+
+
+class ArenaExhaustedError(SwarmKVError, MemoryError):
+    """No free block of the arena is large enough; nothing was taken.
+
+    Attributes
+    ----------
+    requested, available, largest_free : int
+        Bytes asked for (rounded up to the arena's alignment), free in all, and in the largest free block.
+    """
+
+    def __init__(self, requested: int, available: int, largest_free: int) -> None:
+        self.requested, self.available, self.largest_free = requested, available, largest_free
+        super().__init__(
+            f"arena exhausted: {requested:,} bytes requested, {available:,} free, largest free block {largest_free:,}"
+        )
+
+
+class HostMemoryError(SwarmKVError, MemoryError):
+    """The machine has less free memory than was asked for.
+
+    Attributes
+    ----------
+    required, available : int
+        Bytes.
+    """
+
+    def __init__(self, required: int, available: int) -> None:
+        self.required, self.available = required, available
+        super().__init__(f"{required:,} bytes of host memory requested, {available:,} available")
+
+
+class ContextFullError(SwarmKVError):
+    """The context has fewer free KV cells than a call needs; nothing was decoded or restored.
+
+    Attributes
+    ----------
+    required, available, n_ctx : int
+        KV cells needed, free, and in all, for the sequence concerned.
+    """
+
+    def __init__(self, required: int, available: int, n_ctx: int, what: str = "decode") -> None:
+        self.required, self.available, self.n_ctx = required, available, n_ctx
+        super().__init__(f"{what} needs {required:,} KV cells, {available:,} of {n_ctx:,} are free")
+
+
+class ContextBudgetError(SwarmKVError, ValueError):
+    """Prefix, branch and headroom do not fit the context.
+
+    Attributes
+    ----------
+    prefix_tokens, branch_tokens, headroom, n_ctx, required : int
+        Tokens; `required` is the sum of the first three.
+    """
+
+    def __init__(self, prefix_tokens: int, branch_tokens: int, headroom: int, n_ctx: int) -> None:
+        self.prefix_tokens, self.branch_tokens = prefix_tokens, branch_tokens
+        self.headroom, self.n_ctx = headroom, n_ctx
+        self.required = prefix_tokens + branch_tokens + headroom
+        super().__init__(
+            f"prefix {prefix_tokens:,} + branch {branch_tokens:,} + headroom {headroom:,} = {self.required:,} tokens "
+            f"do not fit a context of {n_ctx:,} ({self.required - n_ctx:,} too many)"
+        )
+
+
+# ── the engine at work ───────────────────────────────────────────────────────────────────────────────
+
+
+class ModelLoadError(SwarmKVError):
+    """The engine could not load a model file."""
+
+
+class ModelUnavailableError(SwarmKVError):
+    """The default model is neither in the cache nor to be had."""
+
+
+class ContextCreateError(SwarmKVError):
+    """The engine could not make a context with these parameters."""
+
+
+class TokenizeError(SwarmKVError):
+    """The engine could not tokenize, detokenize or render a chat template."""
+
+
+class DecodeError(SwarmKVError):
+    """The engine refused or failed to decode.
+
+    Attributes
+    ----------
+    code : int
+        What `llama_decode` returned.
+    """
+
+    def __init__(self, code: int, detail: str) -> None:
+        self.code = code
+        super().__init__(f"llama_decode returned {code}: {detail}")
+
+
+class PartialRemovalError(SwarmKVError):
+    """Part of a sequence cannot be removed because the memory keeps no way back; the sequence is as it was.
+
+    Recurrent and hybrid models keep one state for the whole sequence; a sliding window forgets what left it.
+    Restore a snapshot instead.
+    """
+
+
+class NoLogitsError(SwarmKVError):
+    """Logits were asked for that no decode or restore has produced."""
+
+
+class SnapshotError(SwarmKVError):
+    """The engine could not export or restore a sequence's state."""
+
+
+class SnapshotCorruptError(SnapshotError):
+    """A snapshot's bookkeeping bytes are not what the engine wrote; it was not restored.
+
+    Attributes
+    ----------
+    offset : int
+        First byte that differs, from the start of the blob.
+    field : str
+        What stands there.
+    """
+
+    def __init__(self, offset: int, field: str) -> None:
+        self.offset, self.field = offset, field
+        super().__init__(f"snapshot damaged at byte {offset:,} ({field}); not restored")
+
+
+class BlobError(SwarmKVError):
+    """A state blob does not have the layout it should have.
+
+    Attributes
+    ----------
+    offset : int
+        Byte at which it goes wrong.
+    field : str
+        Name of the field there.
+    expected, actual : object
+        What should stand there, and what does.
+    """
+
+    def __init__(self, offset: int, field: str, expected: object, actual: object) -> None:
+        self.offset, self.field, self.expected, self.actual = offset, field, expected, actual
+        super().__init__(f"state blob, byte {offset:,}: {field} should be {expected}, is {actual}")
+
+
+class IncompatibleSnapshotError(SnapshotError):
+    """A snapshot cannot be restored into this context; the context is as it was.
+
+    Attributes
+    ----------
+    reasons : tuple of Reason
+        Every reason, each with `field`, `expected` (the snapshot's) and `actual` (the context's).
+    """
+
+    def __init__(self, reasons: Sequence[object]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("cannot restore: " + "; ".join(str(reason) for reason in self.reasons))

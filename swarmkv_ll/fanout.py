@@ -1,0 +1,400 @@
+"""One document, N prompts: compute the document once, answer every prompt from it.
+
+Three strategies, the same answers (token for token where batches are split alike):
+
+==============  ===================================================================================================
+``"shared"``    one unified cache; each branch shares the document's cells, all branches of a wave decode in one batch
+``"snapshot"``  the document's state is forked and restored into contexts of a small pool; branches are isolated
+``"reprefill"`` the baseline: each branch computes the document again
+==============  ===================================================================================================
+"""
+
+from __future__ import annotations
+
+import codecs
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .arena import Arena
+from .budget import validate_context_budget
+from .context import Context
+from .errors import InvalidArgumentError
+from .model import Model, Tokens
+from .sampling import Sampler
+from .snapshot import Snapshot
+
+Strategy = Literal["shared", "snapshot", "reprefill"]
+STRATEGIES: tuple[Strategy, ...] = ("shared", "snapshot", "reprefill")
+
+N_BATCH = 512
+"""Tokens a decode call gets at most: how often progress is told and Ctrl-C is seen at the latest."""
+
+HEADROOM = 128
+"""Tokens kept free beside the document and a branch."""
+
+
+@dataclass
+class Branch:
+    """One prompt's answer, and where its time went.
+
+    Attributes
+    ----------
+    prompt, text : str
+    tokens : list of int
+        The answer's tokens.
+    fork_ms : float
+        Copying the document's state for this branch: a memmove ("snapshot"), metadata ("shared"), 0 if not needed.
+    restore_ms : float
+        Putting it into the branch's context; with a context that still holds the document, dropping what follows it.
+    first_token_ms : float
+        From the branch's start to its first token: fork, restore (or re-prefill), prompt.
+    decode_ms : float
+        From the first token to the last.
+    finished : bool
+        Whether the model ended the answer itself.
+    """
+
+    prompt: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    fork_ms: float = 0.0
+    restore_ms: float = 0.0
+    first_token_ms: float = 0.0
+    decode_ms: float = 0.0
+    finished: bool = False
+
+
+@dataclass
+class FanOut:
+    """What `fan_out` gives.
+
+    Attributes
+    ----------
+    model, strategy : str
+    document_tokens : int
+    prefill_ms : float
+        Computing the document: once, or, with "reprefill", all times together.
+    snapshot_bytes : int
+        Size of the document's state; 0 if none was exported.
+    end_to_end_ms : float
+        All of it, from the first token of the document to the last one of the last branch; without loading the model.
+    branches : list of Branch
+        In the order of the prompts.
+    """
+
+    model: str
+    strategy: Strategy
+    document_tokens: int
+    prefill_ms: float = 0.0
+    snapshot_bytes: int = 0
+    end_to_end_ms: float = 0.0
+    branches: list[Branch] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        return asdict(self)
+
+
+def fan_out(
+    model: Model,
+    document: str | npt.ArrayLike,
+    prompts: Sequence[str | npt.ArrayLike],
+    *,
+    max_tokens: int = 64,
+    strategy: Strategy = "shared",
+    sampler: Sampler | None = None,
+    on_token: Callable[[int, str], None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+    chat: bool = False,
+    n_ctx: int | None = None,
+    n_parallel: int | None = None,
+    n_threads: int | None = None,
+) -> FanOut:
+    """Answer every prompt from one document.
+
+    Parameters
+    ----------
+    model : Model
+    document : str, or array of token ids
+        Tokenized with the special tokens the model wants at a beginning.
+    prompts : sequence of str, or of arrays of token ids
+        Each continues the document: tokenized without special tokens, at positions from `document_tokens` on.
+    max_tokens : int
+        Longest answer.
+    strategy : {"shared", "snapshot", "reprefill"}
+    sampler : Sampler, optional
+        Cloned for each branch; greedy by default.
+    on_token : callable, optional
+        ``on_token(index, text)`` as an answer grows; whole characters. One call at a time.
+    on_prefill : callable, optional
+        ``on_prefill(done, total)`` tokens, as the document is computed.
+    chat : bool
+        Wrap document and prompt into one user turn of the model's chat template.
+    n_ctx : int, optional
+        Size of each context; by default what is needed.
+    n_parallel : int, optional
+        Branches at once: in one batch ("shared": by default as many as fit, at most 64), or contexts in threads
+        ("snapshot": 1 by default). More prompts than that run in waves.
+    n_threads : int, optional
+        As for `Model.context`.
+
+    Raises
+    ------
+    ContextBudgetError
+        Document, longest prompt and answer do not fit a context, or what the model was trained on. Raised before
+        a context or buffer is made.
+    InvalidArgumentError
+        A parameter is out of range.
+    """
+    if strategy not in STRATEGIES:
+        raise InvalidArgumentError(f"strategy should be one of {', '.join(STRATEGIES)}, is {strategy!r}")
+    if max_tokens < 1 or not len(prompts) or (n_parallel is not None and n_parallel < 1):
+        raise InvalidArgumentError(
+            f"max_tokens and n_parallel should be at least 1 and prompts not empty, "
+            f"are {max_tokens}, {n_parallel} and {len(prompts)} long"
+        )
+    prefix, questions = _tokens(model, document, prompts, chat)
+    branch_tokens = max(len(question) for question in questions) + max_tokens
+    longest = model.n_ctx_train if n_ctx is None else min(n_ctx, model.n_ctx_train)
+    validate_context_budget(len(prefix), branch_tokens, longest, HEADROOM)
+
+    result = FanOut(model.path.name, strategy, len(prefix))
+    result.branches = [Branch(_shown(model, prompt)) for prompt in prompts]
+    run = _Run(
+        model,
+        prefix,
+        questions,
+        result,
+        max_tokens,
+        sampler or Sampler(),
+        on_token,
+        on_prefill,
+        branch_tokens,
+        n_threads,
+    )
+    begin = perf_counter()
+    if strategy == "shared":
+        run.shared(n_ctx, n_parallel)
+    elif strategy == "snapshot":
+        run.snapshot(n_ctx, n_parallel or 1)
+    else:
+        run.reprefill(n_ctx)
+    result.end_to_end_ms = _ms(begin)
+    return result
+
+
+def prefill(
+    ctx: Context,
+    tokens: Tokens,
+    *,
+    seq: int = 0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Decode a long text in calls of at most 512 tokens, with logits for its last token. Returns the next position."""
+    for begin in range(0, len(tokens), N_BATCH):
+        end = min(begin + N_BATCH, len(tokens))
+        ctx.decode(tokens[begin:end], seq=seq, logits="last" if end == len(tokens) else "none")
+        if on_progress:
+            on_progress(end, len(tokens))
+    return ctx.position(seq)
+
+
+class _Answer:
+    """A branch while it is being answered: samples, streams text, keeps the time."""
+
+    def __init__(self, run: _Run, index: int) -> None:
+        self.run, self.branch, self.index = run, run.result.branches[index], index
+        self.sampler = run.sampler.clone()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.begin = perf_counter()
+        self.first = 0.0
+
+    def step(self, ctx: Context, seq: int) -> int | None:
+        """Sample the next token; None when the answer is complete."""
+        branch, model = self.branch, self.run.model
+        token = self.sampler.sample(ctx.logits(seq))
+        if not self.first:
+            self.first = perf_counter()
+            branch.first_token_ms = 1e3 * (self.first - self.begin)
+        branch.decode_ms = _ms(self.first)
+        branch.finished = model.is_end(token)
+        if not branch.finished:
+            branch.tokens.append(token)
+            self._tell(self.decoder.decode(model.piece(token)))
+            if len(branch.tokens) < self.run.max_tokens:
+                return token
+        self._tell(self.decoder.decode(b"", final=True))
+        self.sampler.close()
+        return None
+
+    def _tell(self, text: str) -> None:
+        self.branch.text += text
+        if text and self.run.on_token:
+            with self.run.telling:
+                self.run.on_token(self.index, text)
+
+
+@dataclass
+class _Run:
+    """One call of `fan_out`."""
+
+    model: Model
+    prefix: Tokens
+    questions: list[Tokens]
+    result: FanOut
+    max_tokens: int
+    sampler: Sampler
+    on_token: Callable[[int, str], None] | None
+    on_prefill: Callable[[int, int], None] | None
+    branch_tokens: int
+    n_threads: int | None
+    telling: threading.Lock = field(default_factory=threading.Lock)
+
+    def shared(self, n_ctx: int | None, n_parallel: int | None) -> None:
+        n_parallel = min(n_parallel or 64, len(self.questions), 255)
+        spare = (n_ctx or 2**31) - len(self.prefix) - HEADROOM
+        n_parallel = min(n_parallel, spare // self.branch_tokens)
+        n_ctx = n_ctx or len(self.prefix) + n_parallel * self.branch_tokens + HEADROOM
+        with self._context(n_ctx, 1 + n_parallel) as ctx:
+            self._prefill(ctx)
+            for wave in range(0, len(self.questions), n_parallel):
+                self._wave(ctx, range(wave, min(wave + n_parallel, len(self.questions))))
+
+    def _wave(self, ctx: Context, indices: range) -> None:
+        """Answer some branches together: sequences 1, 2, … over the document in sequence 0."""
+        answers = {}
+        for seq, index in enumerate(indices, start=1):
+            answers[seq] = _Answer(self, index)
+            begin = perf_counter()
+            ctx.copy_sequence(0, seq)
+            answers[seq].branch.fork_ms = _ms(begin)
+        batch: list[tuple[npt.ArrayLike, int]] = [(self.questions[a.index], seq) for seq, a in answers.items()]
+        while batch:
+            ctx.decode_batch(batch)
+            tokens = {seq: answers[seq].step(ctx, seq) for _, seq in batch}
+            for seq in (seq for seq, token in tokens.items() if token is None):
+                ctx.remove(seq)
+            batch = [([token], seq) for seq, token in tokens.items() if token is not None]
+
+    def snapshot(self, n_ctx: int | None, n_parallel: int) -> None:
+        n_parallel = min(n_parallel, len(self.questions))
+        n_ctx = n_ctx or len(self.prefix) + self.branch_tokens + HEADROOM
+        with ExitStack() as stack:
+            first = stack.enter_context(self._context(n_ctx, 1))
+            self._prefill(first)
+            arena = stack.enter_context(Arena.for_branches(first, n_parallel))
+            document = stack.enter_context(first.snapshot(arena, tokens=self.prefix))
+            self.result.snapshot_bytes = document.n_bytes
+            pool: queue.SimpleQueue[tuple[Context, bool]] = queue.SimpleQueue()
+            pool.put((first, True))
+            for _ in range(n_parallel - 1):
+                pool.put((stack.enter_context(self._context(n_ctx, 1)), False))
+            if n_parallel == 1:
+                for index in range(len(self.questions)):
+                    self._branch(index, document, pool)
+                return
+            with ThreadPoolExecutor(n_parallel) as workers:
+                jobs = [workers.submit(self._branch, i, document, pool) for i in range(len(self.questions))]
+                try:
+                    for job in jobs:
+                        job.result()
+                except BaseException:
+                    workers.shutdown(wait=False, cancel_futures=True)
+                    raise
+
+    def _branch(self, index: int, document: Snapshot, pool: queue.SimpleQueue[tuple[Context, bool]]) -> None:
+        """Answer one branch in a context of the pool; a context that still holds the document only drops the rest."""
+        ctx, holds_document = pool.get()
+        answer = _Answer(self, index)
+        branch, begin = answer.branch, perf_counter()
+        try:
+            if holds_document and self.model.capabilities.attention_only:
+                ctx.remove(0, document.n_tokens)
+            else:
+                with document.fork() as fork:
+                    branch.fork_ms, begin = _ms(begin), perf_counter()
+                    fork.restore(ctx)
+            branch.restore_ms = _ms(begin)
+            self._continue(ctx, answer)
+        finally:
+            pool.put((ctx, True))
+
+    def reprefill(self, n_ctx: int | None) -> None:
+        with self._context(n_ctx or len(self.prefix) + self.branch_tokens + HEADROOM, 1) as ctx:
+            for index in range(len(self.questions)):
+                answer = _Answer(self, index)
+                ctx.clear()
+                self._prefill(ctx)
+                self._continue(ctx, answer)
+
+    def _continue(self, ctx: Context, answer: _Answer) -> None:
+        ctx.decode(self.questions[answer.index])
+        while (token := answer.step(ctx, 0)) is not None:
+            ctx.decode([token])
+
+    def _prefill(self, ctx: Context) -> None:
+        begin = perf_counter()
+        prefill(ctx, self.prefix, on_progress=self.on_prefill)
+        self.result.prefill_ms += _ms(begin)
+
+    def _context(self, n_ctx: int, n_seq_max: int) -> Context:
+        return self.model.context(n_ctx, n_seq_max, n_batch=max(N_BATCH, n_seq_max), n_threads=self.n_threads)
+
+
+def _tokens(
+    model: Model, document: str | npt.ArrayLike, prompts: Sequence[str | npt.ArrayLike], chat: bool
+) -> tuple[Tokens, list[Tokens]]:
+    """The document's tokens, and each prompt's that continue it."""
+    if chat:
+        if not isinstance(document, str) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise InvalidArgumentError("with chat=True, document and prompts should be text")
+        return chat_tokens(model, document, [str(prompt) for prompt in prompts])
+    prefix = (
+        model.tokenize(document, add_special=True, parse_special=False)
+        if isinstance(document, str)
+        else model.check_tokens(document)
+    )
+    questions = [
+        model.tokenize(prompt, add_special=False, parse_special=False)
+        if isinstance(prompt, str)
+        else model.check_tokens(prompt)
+        for prompt in prompts
+    ]
+    empty = [i for i, question in enumerate(questions) if not len(question)]
+    if empty or not len(prefix):
+        raise InvalidArgumentError(f"{'document' if not len(prefix) else f'prompt {empty[0]}'} holds no tokens")
+    return prefix, questions
+
+
+def chat_tokens(model: Model, document: str, prompts: Sequence[str]) -> tuple[Tokens, list[Tokens]]:
+    """Document and prompts as one user turn: the turn's opening and the document, then each prompt and the closing.
+
+    Only the template's own parts may hold control tokens; ``<|…|>`` in the texts is plain text.
+    """
+    mark = "\x1fdocument\x1fprompt\x1f"
+    opening, closing = model.apply_chat_template([{"role": "user", "content": mark}]).split(mark)
+
+    def plain(text: str) -> Tokens:
+        return model.tokenize(text, add_special=False, parse_special=False)
+
+    head = model.tokenize(opening, add_special=True, parse_special=True)
+    tail = model.tokenize(closing, add_special=False, parse_special=True)
+    prefix = np.concatenate([head, plain(document.rstrip() + "\n\n")])
+    return prefix, [np.concatenate([plain(prompt.strip()), tail]) for prompt in prompts]
+
+
+def _shown(model: Model, prompt: str | npt.ArrayLike) -> str:
+    return prompt if isinstance(prompt, str) else model.detokenize(prompt)
+
+
+def _ms(begin: float) -> float:
+    return 1e3 * (perf_counter() - begin)

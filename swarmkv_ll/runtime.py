@@ -1,0 +1,175 @@
+"""The engine as a process-wide thing: started once, its devices, its log, and who may call it when."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .errors import EngineLoadError, InvalidArgumentError
+from .ffi import LIB_DIR, C, ffi
+
+logger = logging.getLogger("swarmkv_ll.llama")
+"""Receives the engine's own log. Silent until the application configures logging."""
+logger.addHandler(logging.NullHandler())
+
+_LEVELS = {
+    C.GGML_LOG_LEVEL_DEBUG: logging.DEBUG,
+    C.GGML_LOG_LEVEL_INFO: logging.INFO,
+    C.GGML_LOG_LEVEL_WARN: logging.WARNING,
+    C.GGML_LOG_LEVEL_ERROR: logging.ERROR,
+}
+_captured = threading.local()
+
+
+@ffi.def_extern()  # type: ignore[untyped-decorator]
+def skv_on_log(level: int, text: Any) -> None:
+    severity = _LEVELS.get(level, logging.INFO)
+    lines: list[str] | None = getattr(_captured, "lines", None)
+    if lines is None and not logger.isEnabledFor(severity):
+        return
+    line = ffi.string(text).decode(errors="replace").rstrip()
+    if lines is not None:
+        lines.append(line)
+    logger.log(severity, "%s", line)
+
+
+@contextlib.contextmanager
+def engine_log() -> Iterator[list[str]]:
+    """Collect what the engine logs in this thread during the block, to say why a call failed."""
+    outer = getattr(_captured, "lines", None)
+    lines: list[str] = []
+    _captured.lines = lines
+    try:
+        yield lines
+    finally:
+        _captured.lines = outer
+
+
+def last_reason(lines: list[str], default: str) -> str:
+    """The engine's last log line, without the function name it begins with."""
+    return lines[-1].split(": ", 1)[-1] if lines else default
+
+
+# ── start and devices ────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of the engine: its name, description, kind, and memory in bytes."""
+
+    name: str
+    description: str
+    kind: Literal["cpu", "gpu", "igpu", "accel", "other"]
+    memory_free: int
+    memory_total: int
+
+
+_KINDS: dict[int, Literal["cpu", "gpu", "igpu", "accel", "other"]] = {
+    C.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
+    C.GGML_BACKEND_DEVICE_TYPE_GPU: "gpu",
+    C.GGML_BACKEND_DEVICE_TYPE_IGPU: "igpu",
+    C.GGML_BACKEND_DEVICE_TYPE_ACCEL: "accel",
+}
+_start_lock = threading.Lock()
+_started = False
+
+
+def start() -> None:
+    """Load the backends beside the engine and initialise it; once a process, called by all that need it.
+
+    Raises
+    ------
+    EngineLoadError
+        The backend folder holds no usable CPU backend. (A release build of ggml says nothing itself.)
+    """
+    global _started
+    with _start_lock:
+        if _started:
+            return
+        C.skv_route_log()
+        with engine_log():
+            C.ggml_backend_load_all_from_path(str(LIB_DIR).encode())
+        if C.ggml_backend_dev_by_type(C.GGML_BACKEND_DEVICE_TYPE_CPU) == ffi.NULL:
+            found = sorted(path.name for path in LIB_DIR.glob("libggml-*.so*") if path.name != "libggml-base.so")
+            raise EngineLoadError(
+                f"no CPU device: none of the backends in {LIB_DIR} could be loaded "
+                f"({', '.join(found) if found else 'there are none'}); run build_llama.sh on this machine"
+            )
+        C.llama_backend_init()
+        _started = True
+
+
+def _text(pointer: Any) -> str:
+    return "" if pointer == ffi.NULL else str(ffi.string(pointer).decode(errors="replace"))
+
+
+def backends() -> list[str]:
+    """Names of the backends that were loaded."""
+    start()
+    return [_text(C.ggml_backend_reg_name(C.ggml_backend_reg_get(i))) for i in range(C.ggml_backend_reg_count())]
+
+
+def devices() -> list[Device]:
+    """The engine's devices, in its order."""
+    start()
+    free, total = ffi.new("size_t *"), ffi.new("size_t *")
+    found = []
+    for i in range(C.ggml_backend_dev_count()):
+        device = C.ggml_backend_dev_get(i)
+        C.ggml_backend_dev_memory(device, free, total)
+        kind = _KINDS.get(C.ggml_backend_dev_type(device), "other")
+        found.append(
+            Device(
+                _text(C.ggml_backend_dev_name(device)),
+                _text(C.ggml_backend_dev_description(device)).strip(),
+                kind,
+                free[0],
+                total[0],
+            )
+        )
+    return found
+
+
+def gpu_device() -> Any | None:
+    """The first GPU as a `ggml_backend_dev_t`, or None."""
+    start()
+    device = C.ggml_backend_dev_by_type(C.GGML_BACKEND_DEVICE_TYPE_GPU)
+    return None if device == ffi.NULL else device
+
+
+# ── who may call the engine ──────────────────────────────────────────────────────────────────────────
+
+_global_lock = threading.RLock()
+
+
+class LlamaGuard:
+    """Serialises engine calls. Which calls wait for each other is a policy, not a fact of the library.
+
+    Parameters
+    ----------
+    policy : {"global", "context"}, optional
+        ``"global"``: one lock for every context of the process. Safe everywhere, and the default with a GPU, whose
+        contexts share one device, its streams and its memory pools.
+        ``"context"``: a lock a context. The default on the CPU, where separate contexts share nothing but read-only
+        weights, so that their decodes may run at the same time. One context is never entered twice at once: the
+        engine keeps a batch's scratch memory in it.
+
+    Notes
+    -----
+    The locks are re-entrant: a callback that runs inside an engine call may use the same context's cheap queries.
+    """
+
+    def __init__(self, policy: Literal["global", "context"] | None = None) -> None:
+        if policy is None:
+            policy = "context" if gpu_device() is None else "global"
+        if policy not in ("global", "context"):
+            raise InvalidArgumentError(f'policy should be "global" or "context", is {policy!r}')
+        self.policy = policy
+
+    def lock(self) -> Any:
+        """The re-entrant lock that a new context is to hold while it is inside the engine."""
+        return _global_lock if self.policy == "global" else threading.RLock()

@@ -1,0 +1,129 @@
+"""Choosing the next token, through the engine's own sampler chain."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ClosedError, InvalidArgumentError
+from .ffi import C, ffi
+
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+RANDOM_SEED = 0xFFFFFFFF
+"""The engine's own value for "a new seed each time"."""
+
+
+class Sampler:
+    """A `llama_sampler` chain. Without arguments it is greedy.
+
+    Parameters
+    ----------
+    temperature : float
+        0 takes the most likely token always; the other parameters then have no effect.
+    top_k : int
+        Keep the k most likely tokens, 0 for all.
+    top_p : float
+        Keep the most likely tokens that together reach this probability, 1 for all.
+    min_p : float
+        Drop tokens less likely than this share of the most likely one, 0 for none.
+    seed : int
+        0 to 2³²−2 for a repeatable choice; by default a new one each time.
+
+    Notes
+    -----
+    Order of the chain: top-k, top-p, min-p, temperature, draw. A sampler has a random state and a scratch buffer:
+    use one in one thread at a time, and `clone` it for another branch.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.0,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = RANDOM_SEED,
+    ) -> None:
+        checks = (
+            ("temperature", temperature, "a finite number, 0 or more", math.isfinite(temperature) and temperature >= 0),
+            ("top_k", top_k, "0 to 2147483647", 0 <= top_k < 2**31),
+            ("top_p", top_p, "above 0, at most 1", 0 < top_p <= 1),
+            ("min_p", min_p, "0 to 1", 0 <= min_p <= 1),
+            ("seed", seed, "0 to 4294967295", 0 <= seed <= RANDOM_SEED),
+        )
+        for name, value, wanted, ok in checks:
+            if not ok:
+                raise InvalidArgumentError(f"{name} should be {wanted}, is {value}")
+        links = [C.llama_sampler_init_greedy()]
+        if temperature > 0:
+            links = [C.llama_sampler_init_top_k(top_k)] if top_k else []
+            links += [C.llama_sampler_init_top_p(top_p, 1)] if top_p < 1 else []
+            links += [C.llama_sampler_init_min_p(min_p, 1)] if min_p > 0 else []
+            links += [C.llama_sampler_init_temp(temperature), C.llama_sampler_init_dist(seed)]
+        chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
+        for link in links:
+            C.llama_sampler_chain_add(chain, link)
+        self._own(chain)
+
+    def _own(self, chain: Any) -> None:
+        self._chain = chain
+        self._freed = weakref.finalize(self, C.llama_sampler_free, chain)
+        self._freed.atexit = False
+        self._candidates = np.empty(0, _CANDIDATE)
+
+    def sample(self, logits: npt.NDArray[np.float32]) -> int:
+        """Choose a token and remember it.
+
+        Parameters
+        ----------
+        logits : ndarray of float32, shape (n_vocab,)
+            Not changed.
+        """
+        if logits.ndim != 1 or logits.dtype != np.float32 or not logits.size:
+            raise InvalidArgumentError(
+                f"logits should be float32 of shape (n_vocab,), are {logits.dtype} {logits.shape}"
+            )
+        if len(self._candidates) != len(logits):
+            self._candidates = np.empty(len(logits), _CANDIDATE)
+        self._candidates["id"] = np.arange(len(logits), dtype=np.int32)
+        self._candidates["logit"] = logits
+        self._candidates["p"] = 0
+        array = ffi.new("llama_token_data_array *")
+        array.data = ffi.from_buffer("llama_token_data[]", self._candidates)
+        array.size, array.selected, array.sorted = len(logits), -1, False
+        C.llama_sampler_apply(self._ptr, array)
+        if not 0 <= array.selected < array.size:
+            raise InvalidArgumentError("no token could be chosen from these logits (are they all NaN?)")
+        token = int(array.data[array.selected].id)
+        C.llama_sampler_accept(self._ptr, token)
+        return token
+
+    def clone(self) -> Sampler:
+        """Another sampler in the same state."""
+        twin = object.__new__(Sampler)
+        twin._own(C.llama_sampler_clone(self._ptr))
+        return twin
+
+    def reset(self) -> None:
+        """Back to the state after construction."""
+        C.llama_sampler_reset(self._ptr)
+
+    def close(self) -> None:
+        """Free the chain. Does nothing the second time."""
+        self._freed()
+
+    @property
+    def _ptr(self) -> Any:
+        if not self._freed.alive:
+            raise ClosedError("sampler")
+        return self._chain
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
