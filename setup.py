@@ -49,7 +49,7 @@ class BuildEngine(Command):
 
 class Build(build):
     # Before build_py, which collects the libraries, and build_ext, which links to them.
-    sub_commands: ClassVar[list[tuple[str, object]]] = [("build_engine", None), *build.sub_commands]
+    sub_commands = [("build_engine", None), *build.sub_commands]  # noqa: RUF012 - the base class says so
 
 
 class BuildExt(build_ext):
