@@ -40,9 +40,7 @@ OLDEST_CMAKE = (3, 18)
 def _output(*command: str, **environment: str) -> str:
     """What a command prints, or "" when it is absent or fails."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout

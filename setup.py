@@ -70,17 +70,12 @@ class BuildExt(build_ext):
             "extra_link_args",
         ):
             setattr(extension, name, getattr(generated, name))
-        extension.depends = [
-            str(path)
-            for path in (*NATIVE.glob("*"), *LIB.glob("include/*"), LIB / "build-info.json")
-        ]
+        extension.depends = [str(path) for path in (*NATIVE.glob("*"), *LIB.glob("include/*"), LIB / "build-info.json")]
         super().run()
 
 
 # The real sources are known in BuildExt.run; this one tells setuptools that there is something to compile.
-extension = Extension(
-    "swarmkv_ll._llama", sources=[str(NATIVE / "shim.c")], py_limited_api=LIMITED_API
-)
+extension = Extension("swarmkv_ll._llama", sources=[str(NATIVE / "shim.c")], py_limited_api=LIMITED_API)
 
 setup(
     ext_modules=[extension],

@@ -57,22 +57,17 @@ MINIATURE = {
     "LICENSE": "MIT License, miniature\n",
     "cmake/nothing.cmake": "\n",
     "ggml/include/ggml.h": "const char * ggml_commit(void);\n",
-    **{
-        f"ggml/include/{name}.h": "\n"
-        for name in ("ggml-alloc", "ggml-backend", "ggml-cpu", "ggml-opt", "gguf")
-    },
+    **{f"ggml/include/{name}.h": "\n" for name in ("ggml-alloc", "ggml-backend", "ggml-cpu", "ggml-opt", "gguf")},
     "ggml/src/base.c": "const char * ggml_commit(void) { return COMMIT; }\n",
     "ggml/src/registry.c": (
-        "extern const char * ggml_commit(void);\n"
-        "const char * registry(void) { return ggml_commit(); }\n"
+        "extern const char * ggml_commit(void);\nconst char * registry(void) { return ggml_commit(); }\n"
     ),
     "ggml/src/cpu.c": "int cpu(void) { return 1; }\n",
     "include/llama.h": "const char * where(void);\n",
     "licenses/LICENSE-other": "other\n",
     "src/CMakeLists.txt": "\n",
     "src/llama.c": (
-        '#include "ggml.h"\n#include "llama.h"\n'
-        "const char * where(void) { return ggml_commit() ? __FILE__ : 0; }\n"
+        '#include "ggml.h"\n#include "llama.h"\nconst char * where(void) { return ggml_commit() ? __FILE__ : 0; }\n'
     ),
     "vendor/CMakeLists.txt": "\n",
     "tools/not-needed.txt": "not read by a build of the libraries\n",
@@ -509,9 +504,7 @@ def path_without(folder: Path, pattern: str) -> str:
 
 
 def test_no_compiler(clone: Clone, tmp_path: Path) -> None:
-    path = path_without(
-        tmp_path / "bin", r"(.*-)?(cc|gcc|c\+\+|g\+\+|clang(\+\+)?)(-\d+)?|c\d\d-gcc"
-    )
+    path = path_without(tmp_path / "bin", r"(.*-)?(cc|gcc|c\+\+|g\+\+|clang(\+\+)?)(-\d+)?|c\d\d-gcc")
     assert "no compiler found (CC: cc gcc clang)" in clone.refuse(PATH=path)
 
 
@@ -538,9 +531,7 @@ def test_no_python(clone: Clone) -> None:
 
 def test_python_without_pip(clone: Clone, tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\n[ "$1 $2" = "-m pip" ] && exit 1\nexec "{sys.executable}" "$@"\n'
-    )
+    python.write_text(f'#!/bin/sh\n[ "$1 $2" = "-m pip" ] && exit 1\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     assert "has no pip" in clone.refuse(PYTHON=str(python))
 
@@ -654,9 +645,7 @@ def test_engine_carries_the_stamp(info: dict[str, object]) -> None:
         "import ctypes; lib = ctypes.CDLL('./libggml-base.so');"
         "lib.ggml_commit.restype = ctypes.c_char_p; print(lib.ggml_commit().decode())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=LIB, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=LIB, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == info["stamp"]
 
 
@@ -673,9 +662,7 @@ def test_libraries_look_for_each_other_beside_themselves_only(info: dict[str, ob
     build_ids = info["build_ids"]
     assert isinstance(build_ids, dict)
     for path in LIB.glob("*.so"):
-        text = subprocess.run(
-            ["readelf", "-dnW", path], capture_output=True, text=True, check=True
-        ).stdout
+        text = subprocess.run(["readelf", "-dnW", path], capture_output=True, text=True, check=True).stdout
         assert re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", text) == ["$ORIGIN"]
         assert re.findall(r"\(SONAME\).*\[(.*)\]", text) in ([path.name], [])
         assert not re.search(r"\(NEEDED\).*\[lib(llama|ggml).*\.so\.", text)
@@ -707,9 +694,7 @@ def test_installed_package_is_abi3_and_names_both_licences(info: dict[str, objec
     assert package.metadata.get_all("License-File") == ["LICENSE", "vendor/LICENSE.llama.cpp"]
 
 
-def test_backend_asks_for_what_is_missing_only(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_backend_asks_for_what_is_missing_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     monkeypatch.syspath_prepend(str(REPOSITORY))
     backend = pytest.importorskip("_build_backend")
