@@ -33,7 +33,8 @@ the headers and build-info.json into swarmkv_ll/_lib/. Does nothing when nothing
   --clean        remove everything built or unpacked here, and this configuration's cached build, then stop
   --help         show this text
 
-CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS and PYTHON are respected. Downloads and finished builds are kept in
+pip runs this script by itself, with --again or with the options in SWARMKV_BUILD_OPTIONS. CC, CXX, CFLAGS, CXXFLAGS,
+LDFLAGS and PYTHON are respected. Downloads and finished builds are kept in
 $XDG_CACHE_HOME/swarmkv-ll (default ~/.cache/swarmkv-ll), so that a second clone neither downloads nor compiles.
 HELP
 }
@@ -336,7 +337,7 @@ PYTHON
 
 remember_options() { printf '%s\n' "$portable" "$source_dir" >"$work/options"; }
 
-cache=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/swarmkv-ll
+cache=${XDG_CACHE_HOME:-${HOME:-/dev/null}/.cache}/swarmkv-ll
 if ! usable "$cache"; then
   say "cannot write into the cache $cache: keeping downloads in this clone and going on without it"
   cache=$work/cache
@@ -387,7 +388,7 @@ if [[ -z $source_dir ]]; then
     absent) ;;
     *) rm -rf "$cached" ;;
   esac
-  if mkdir -p "$cache/builds"; then
+  if usable "$cache/builds"; then
     exec 8>"$cached.lock"
     hold_lock 8 "this configuration"        # another clone may be compiling just this
     if [[ $(state "$cached") == whole ]]; then
