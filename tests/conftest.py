@@ -1,0 +1,99 @@
+"""Fixtures: tiny models of every kind of memory, and the default model where a test needs a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import tiny_models
+
+if TYPE_CHECKING:
+    from swarmkv_ll import Model
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "llama": tiny_models.write_llama,
+    "gemma2": tiny_models.write_gemma2,
+    "mamba": tiny_models.write_mamba,
+    "jamba": tiny_models.write_jamba,
+    "bos": lambda path: tiny_models.write_llama(path, add_bos=True),
+    "ends": lambda path: tiny_models.write_llama(path, eos_gain=1.5),
+    "deeper": lambda path: tiny_models.write_llama(path, n_layer=5),
+    "head48": lambda path: tiny_models.write_llama(path, n_head_dim=48),
+}
+
+
+class Files:
+    """GGUF files by name, each written when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, name: str) -> Path:
+        path = self.folder / f"{name}.gguf"
+        if not path.exists():
+            if name == "changed":
+                tiny_models.change_one_weight(self["llama"], path)
+            else:
+                WRITERS[name](path)
+        return path
+
+
+class Models:
+    """Loaded models by name, shared by all tests; one that closes or changes a model loads its own."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.loaded: dict[str, Model] = {}
+
+    def __getitem__(self, name: str) -> Model:
+        from swarmkv_ll import Model
+
+        if name not in self.loaded:
+            self.loaded[name] = Model(self.files[name])
+        return self.loaded[name]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Tiny models as files: `files["llama"]` is a path; names in `WRITERS`, and "changed" (one weight of "llama")."""
+    return Files(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def models(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    """Tiny models, loaded: `models["llama"]`. Their fingerprints stay out of the user's cache."""
+    import swarmkv_ll.model
+
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swarmkv_ll.model, "cache_dir", lambda: cache)
+        yield Models(files)
+
+
+@pytest.fixture(scope="session")
+def llama(models: Models) -> Model:
+    """The tiny attention model."""
+    return models["llama"]
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The default model: `SWARMKV_MODEL`, or the cache, or fetched now; skips with the reason where it is not to be had."""
+    from swarmkv_ll.default_model import fetch_default_model, find_default_model
+    from swarmkv_ll.errors import ModelUnavailableError
+
+    found = find_default_model()  # a wrong SWARMKV_MODEL fails the test instead of skipping it
+    try:
+        return found or fetch_default_model()
+    except ModelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def default_model(default_model_path: Path, models: Models) -> Model:
+    """The default model, loaded once. For tests marked `requires_model`."""
+    from swarmkv_ll import Model
+
+    return Model(default_model_path)

@@ -1,0 +1,101 @@
+"""What several test files share: inputs, contexts with fixed options, subprocesses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from swarmkv_ll import Context, Model
+
+TESTS = Path(__file__).resolve().parent
+
+ATTENTION, SLIDING, RECURRENT, HYBRID = KINDS = ("llama", "gemma2", "mamba", "jamba")
+"""The tiny models' four kinds of memory, by architecture."""
+
+WITH_CELLS = (ATTENTION, SLIDING, HYBRID)
+
+N_BATCH, N_UBATCH = 128, 64
+"""Small enough that short prefixes cross their borders."""
+
+
+def text_tokens(n: int, seed: int = 0) -> npt.NDArray[np.int32]:
+    """`n` random tokens of a tiny model, none of them special."""
+    return np.random.default_rng(seed).integers(0, 256, n).astype(np.int32)
+
+
+BRANCH = text_tokens(9, seed=999)
+
+
+def new_context(model: Model, n_ctx: int = 512, n_seq_max: int = 1, **options: Any) -> Context:
+    """A context with small batches and one thread, so that results do not depend on the machine."""
+    return model.context(n_ctx, n_seq_max, **{"n_batch": N_BATCH, "n_ubatch": N_UBATCH, "n_threads": 1, **options})
+
+
+def all_logits(ctx: Context, tokens: npt.ArrayLike, seq: int = 0) -> npt.NDArray[np.float32]:
+    """Decode, and give a copy of every token's logits, shape (n_tokens, n_vocab)."""
+    ctx.decode(tokens, seq=seq, logits="all")
+    return np.atleast_2d(ctx.logits()).copy()
+
+
+def uninterrupted(model: Model, prefix: npt.ArrayLike, branch: npt.ArrayLike, n_ctx: int = 512, **options: Any) -> Any:
+    """The branch's logits in a context of its own that has just decoded the prefix: the truth."""
+    with new_context(model, n_ctx, **options) as ctx:
+        ctx.decode(prefix)
+        return all_logits(ctx, branch)
+
+
+def identical(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
+    """Bit for bit, and not all the same number (which would prove nothing)."""
+    return a.shape == b.shape and a.tobytes() == b.tobytes() and bool(np.ptp(a) > 0)
+
+
+def close(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], atol: float = 0.05) -> bool:
+    """Equal but for rounding; a wrong token, position or layout is off by more than 0.5 in these models."""
+    return a.shape == b.shape and bool(np.abs(a - b).max() < atol)
+
+
+def differs(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
+    """More than rounding can explain."""
+    return a.shape == b.shape and bool(np.abs(a - b).max() > 0.5)
+
+
+def run_python(
+    code: str, *args: object, package: Path | None = None, env: dict[str, str] | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, where the engine may abort or load differently.
+
+    Parameters
+    ----------
+    package : path, optional
+        Folder that holds the `swarmkv_ll` to import; by default the one under test.
+    env : dict, optional
+        Variables on top of this process's.
+    """
+    import swarmkv_ll
+
+    home = package or Path(swarmkv_ll.__file__).resolve().parent.parent
+    variables = {**os.environ, "PYTHONPATH": f"{home}{os.pathsep}{TESTS}", "PYTHONFAULTHANDLER": "", **(env or {})}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        env=variables,
+        cwd=TESTS.anchor,  # not the source folder, which `-c` would put first in the search path
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def run_ok(code: str, *args: object, **options: Any) -> str:
+    """Run Python code that has to end well; gives what it printed."""
+    done = run_python(code, *args, **options)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout.strip()
