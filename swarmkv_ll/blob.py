@@ -65,8 +65,8 @@ class Layout:
     positions: npt.NDArray[np.int32]
     bookkeeping: tuple[tuple[int, bytes, str], ...]
 
-    def check(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Check that the bookkeeping in `buffer` is byte for byte what the engine wrote.
+    def check(self, data: memoryview) -> None:
+        """Check that the bookkeeping in `data` is byte for byte what the engine wrote.
 
         The engine's own checks let damage through that spoils a context for good (a negative position, a count
         too large), so a blob is handed back to it only if they could not have anything to find.
@@ -76,7 +76,6 @@ class Layout:
         SnapshotCorruptError
             The first byte that differs, and the field it belongs to.
         """
-        data = memoryview(buffer)
         for offset, wanted, field in self.bookkeeping:
             found = bytes(data[offset : offset + len(wanted)])
             if found != wanted:
@@ -87,8 +86,8 @@ class Layout:
 class _Reader:
     """Reads bookkeeping fields in order, remembers them, and skips tensor data; never past the end."""
 
-    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
-        self.data = memoryview(buffer)
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
         self.offset = 0
         self.seen: list[tuple[int, bytes, str]] = []
 
@@ -117,13 +116,14 @@ class _Reader:
             raise BlobError(self.offset, field, f"{n_bytes:,} bytes", f"{left:,} bytes to the end")
 
 
-def parse(buffer: npt.NDArray[np.uint8], parts: Parts) -> Layout:
+def parse(data: memoryview, parts: Parts) -> Layout:
     """Read the bookkeeping of a sequence's blob; tensor data is passed over, not touched.
 
     Parameters
     ----------
-    buffer : ndarray of uint8, shape (n_bytes,)
-        A whole blob. Not copied; the layout keeps copies of the bookkeeping only.
+    data : memoryview of uint8, shape (n_bytes,)
+        A whole blob. Not copied; the layout keeps copies of the bookkeeping only. Release it afterwards: what is
+        raised here refers to it through its traceback.
     parts : Parts
         What the blob's model is made of.
 
@@ -132,7 +132,7 @@ def parse(buffer: npt.NDArray[np.uint8], parts: Parts) -> Layout:
     BlobError
         A field does not hold what it should, or the blob is too short or too long.
     """
-    reader = _Reader(buffer)
+    reader = _Reader(data)
     magic = reader.number("I", "magic")
     reader.expect(magic, hex(MAGIC), "magic", magic == MAGIC)
     reader.number("i", "seq_id")

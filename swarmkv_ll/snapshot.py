@@ -145,7 +145,8 @@ class Snapshot:
                     reason = runtime.last_reason(log, "no reason given")
                     raise SnapshotError(f"the engine wrote {written:,} of {n_bytes:,} bytes: {reason}")
                 try:
-                    layout = parse(lease.array, ctx.model.capabilities.blob_parts)
+                    with lease.array.data as state:  # released, so that a traceback's frames keep no live view
+                        layout = parse(state, ctx.model.capabilities.blob_parts)
                 except BlobError as error:
                     raise SnapshotError(f"the state of this architecture has an unknown layout: {error}") from error
                 try:
@@ -236,7 +237,8 @@ class Snapshot:
             compatible = self.can_restore(ctx, seq)
             if not compatible:
                 raise IncompatibleSnapshotError(compatible.reasons)
-            self._layout.check(self.lease.array)
+            with self.lease.array.data as state:  # released, so that a traceback's frames keep no live view
+                self._layout.check(state)
             bind_contiguous_cache(ctx, self.lease)
             try:
                 with runtime.engine_log() as log:
