@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +138,7 @@ class Context:
             True: C.LLAMA_FLASH_ATTN_TYPE_ENABLED,
             False: C.LLAMA_FLASH_ATTN_TYPE_DISABLED,
         }[flash_attn]
+        params.abort_callback = ffi.addressof(C, "skv_poll_interrupt")
         self._lock = model.guard.lock()
         with self._lock, runtime.engine_log() as log:
             pointer = C.llama_init_from_model(parent.pointer, params)
@@ -276,18 +277,11 @@ class Context:
             return [start + len(tokens) for (tokens, _), start in zip(work, starts, strict=True)]
 
     def _run(self, pointer: Any, token: Any, position: Any, seq: Any, output: Any) -> None:
-        """One engine batch. Ctrl-C is looked for between graph nodes, which only the main thread can answer."""
+        """One engine batch. In the main thread, Ctrl-C stops it between two graph nodes."""
         batch = self._batch.fill(token, position, seq, output)
-        polls = threading.current_thread() is threading.main_thread()
-        if polls:
-            C.llama_set_abort_callback(pointer, ffi.addressof(C, "skv_poll_interrupt"), ffi.NULL)
-        try:
-            with runtime.engine_log() as log:
-                code = C.llama_decode(pointer, batch)
-        finally:
-            if polls:
-                C.llama_set_abort_callback(pointer, ffi.NULL, ffi.NULL)
-        if polls and _interrupts:
+        with runtime.engine_log() as log:
+            code = C.llama_decode(pointer, batch)
+        if _interrupts and threading.current_thread() is threading.main_thread():
             raise _interrupts.pop()
         if code == 1:
             available = self._cells.free(int(seq[0])) if self._cells else 0
@@ -429,7 +423,7 @@ class Context:
             self._ptr  # noqa: B018 - raises after close
             seq, n = self._check_seq(seq), self._next(seq)
             end = n if end is None else min(operator.index(end), n)
-            if not 0 <= operator.index(begin):
+            if operator.index(begin) < 0:
                 raise InvalidArgumentError(f"begin should be 0 or more, is {begin}")
             if begin >= end:
                 return
@@ -632,7 +626,7 @@ class _Outputs:
             raise NoLogitsError("the last decode gave no logits")
         found = rows[0] if len(rows) == 1 else np.concatenate(rows)
         found.flags.writeable = False
-        return found[0] if len(found) == 1 else found
+        return cast("Logits", found[0] if len(found) == 1 else found)
 
     def row(self, seq: int) -> Logits:
         at = self._row_of.get(seq)
@@ -642,9 +636,9 @@ class _Outputs:
             return self._restored[seq]
         for rows in self._copied:
             if at < len(rows):
-                return rows[at]
+                return cast("Logits", rows[at])
             at -= len(rows)
-        return self._engine_rows(self._in_engine)[at]
+        return cast("Logits", self._engine_rows(self._in_engine)[at])
 
     def _forget_decode(self) -> None:
         self._row_of.clear()

@@ -162,7 +162,7 @@ def fan_out(
             f"max_tokens and n_parallel should be at least 1 and prompts not empty, "
             f"are {max_tokens}, {n_parallel} and {len(prompts)} long"
         )
-    prefix, questions = _tokens(model, document, prompts, chat)
+    prefix, questions = document_and_prompts(model, document, prompts, chat)
     branch_tokens = max(len(question) for question in questions) + max_tokens
     longest = model.n_ctx_train if n_ctx is None else min(n_ctx, model.n_ctx_train)
     validate_context_budget(len(prefix), branch_tokens, longest, HEADROOM)
@@ -350,7 +350,7 @@ class _Run:
         return self.model.context(n_ctx, n_seq_max, n_batch=max(N_BATCH, n_seq_max), n_threads=self.n_threads)
 
 
-def _tokens(
+def document_and_prompts(
     model: Model, document: str | npt.ArrayLike, prompts: Sequence[str | npt.ArrayLike], chat: bool
 ) -> tuple[Tokens, list[Tokens]]:
     """The document's tokens, and each prompt's that continue it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -153,7 +154,8 @@ class Model:
         )
         if n < 0:  # cannot happen: no token is shorter than a byte
             raise TokenizeError(f"the engine could not tokenize {len(data)} bytes (returned {n})")
-        return out[:n].copy()
+        tokens: Tokens = out[:n].copy()
+        return tokens
 
     def detokenize(self, tokens: npt.ArrayLike, *, remove_special: bool = False, unparse_special: bool = True) -> str:
         """Tokens to text; bytes that are not UTF-8 become U+FFFD.
@@ -429,10 +431,8 @@ class ModelFile:
         for part in self.parts:
             hasher.update_mmap(part)
         digest: str = hasher.hexdigest()
-        try:
+        with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
             write_atomically(self._kept, digest.encode())
-        except OSError:  # a cache that cannot be written only costs time
-            pass
         return digest
 
     def same_as(self, other: ModelFile) -> bool:

@@ -169,7 +169,6 @@ uint32_t llama_n_ubatch(const struct llama_context * ctx);
 uint32_t llama_n_seq_max(const struct llama_context * ctx);
 int32_t llama_n_threads(struct llama_context * ctx);
 void llama_synchronize(struct llama_context * ctx);
-void llama_set_abort_callback(struct llama_context * ctx, ggml_abort_callback abort_callback, void * data);
 int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
 float * llama_get_logits(struct llama_context * ctx);
 

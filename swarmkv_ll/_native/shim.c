@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -149,9 +150,19 @@ void skv_unlock(void * ptr, size_t n_bytes) { munlock(ptr, n_bytes); }
 
 /* ── Ctrl-C inside a decode ── */
 
-/* The engine asks before each graph node, some hundred times a token; Python is asked at most 20 times a second. */
+/*
+ * The engine asks before each graph node, some hundred times a token, in the thread that called it. Only the main
+ * thread can run signal handlers, and it asks Python at most 20 times a second.
+ */
 bool skv_poll_interrupt(void * data) {
-    static int64_t next_us;
+    static _Thread_local int is_main = -1;
+    static int64_t next_us; /* of the main thread only */
+    if (is_main < 0) {
+        is_main = getpid() == (pid_t) syscall(SYS_gettid);
+    }
+    if (!is_main) {
+        return false;
+    }
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     const int64_t now_us = (int64_t) t.tv_sec * 1000000 + t.tv_nsec / 1000;

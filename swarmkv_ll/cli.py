@@ -1,0 +1,407 @@
+"""The `swarmkv` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from . import __version__
+from .default_model import fetch_default_model, find_default_model
+from .errors import SwarmKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .fanout import FanOut
+    from .measure import Activation, Copies
+    from .model import Model
+
+err = Console(stderr=True)
+out = Console()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="swarmkv")
+def cli() -> None:
+    """Prefill a document once, fork its KV state, answer from every branch."""
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command; an error is one line on standard error and exit code 2."""
+    try:
+        code = cli.main(args, prog_name="swarmkv", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        code = 2
+    except click.ClickException as error:
+        code = _fail(error.format_message())
+    except SwarmKVError as error:
+        code = _fail(str(error))
+    except BrokenPipeError:  # the reader had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as error:
+        code = _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (KeyboardInterrupt, click.Abort):
+        code = _fail("interrupted", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print("swarmkv:", " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+# ── swarmkv model ────────────────────────────────────────────────────────────────────────────────────
+
+
+@cli.command()
+def model() -> None:
+    """Fetch the default model if needed, and print its path."""
+    click.echo(_model_path(None))
+
+
+def _model_path(named: str | None) -> Path:
+    if named:
+        return Path(named)
+    if found := find_default_model():
+        return found
+    with _progress() as progress:
+        task = progress.add_task("downloading model", total=None)
+        return fetch_default_model(lambda done, total: progress.update(task, completed=done, total=total))
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:<17}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    )
+
+
+@contextmanager
+def _loaded(named: str | None) -> Iterator[Model]:
+    from .model import Model
+
+    path = _model_path(named)
+    with _progress() as progress:
+        task = progress.add_task("loading model", total=1.0)
+        loaded = Model(path, on_progress=lambda share: progress.update(task, completed=share))
+    with loaded:
+        yield loaded
+
+
+# ── swarmkv fanout ───────────────────────────────────────────────────────────────────────────────────
+
+
+@cli.command()
+@click.option("--doc", type=click.Path(), help="Document to share; by default a sample specification.")
+@click.option("--prompt", "prompt", multiple=True, metavar="TEXT", help="A branch's prompt; may be repeated.")
+@click.option("--prompts", "prompts_file", type=click.Path(), help="File with one prompt a line.")
+@click.option("--model", "model_path", type=click.Path(), metavar="GGUF", help="Model; by default a small one.")
+@click.option("--strategy", type=click.Choice(["shared", "snapshot", "reprefill"]), default="shared", show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Longest answer.")
+@click.option("--n-ctx", type=click.IntRange(1), help="Context size; by default what is needed.")
+@click.option("--compare", is_flag=True, help="Measure re-prefilling too, and each step against its bound.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def fanout(
+    doc: str | None,
+    prompt: tuple[str, ...],
+    prompts_file: str | None,
+    model_path: str | None,
+    strategy: Any,
+    max_tokens: int,
+    n_ctx: int | None,
+    compare: bool,
+    as_json: bool,
+) -> None:
+    """Answer several prompts from one document that is computed once."""
+    document = _read(Path(doc)) if doc else _sample("sample_spec.md")
+    prompts = [*prompt, *(_lines(_read(Path(prompts_file))) if prompts_file else [])]
+    if not prompts:
+        if doc or prompts_file:
+            raise click.UsageError("no prompt: give --prompt TEXT, or --prompts FILE with one a line")
+        prompts = _lines(_sample("sample_prompts.txt"))
+
+    with _loaded(model_path) as model:
+        chat = model.chat_template is not None
+        result = _answer(model, document, prompts, strategy, max_tokens, n_ctx, chat, quiet=as_json)
+        report: dict[str, Any] = result.to_dict()
+        baseline = None
+        if compare:
+            baseline = _answer(model, document, prompts, "reprefill", max_tokens, n_ctx, chat, quiet=True)
+            ratios = _ratios(model, document, prompts, chat, result, baseline)
+            report["compare"] = {"reprefill": baseline.to_dict(), "ratios": [vars(ratio) for ratio in ratios]}
+    if as_json:
+        click.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        return
+    if not out.is_terminal:
+        out.print(_answers(result))
+    out.print(_times(result, baseline))
+    if compare:
+        out.print(_ratio_table(ratios))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _sample(name: str) -> str:
+    return (resources.files("swarmkv_ll") / "data" / name).read_text(encoding="utf-8")
+
+
+def _answer(
+    model: Model,
+    document: str,
+    prompts: list[str],
+    strategy: Any,
+    max_tokens: int,
+    n_ctx: int | None,
+    chat: bool,
+    *,
+    quiet: bool,
+) -> FanOut:
+    """Run `fan_out`, with a bar while the document is computed and, on a terminal, the answers as they grow."""
+    from .fanout import Branch, FanOut, fan_out
+
+    shown = FanOut("", strategy, 0, branches=[Branch(prompt) for prompt in prompts])
+    progress = _progress()
+    task = progress.add_task("re-prefilling" if strategy == "reprefill" else "prefilling", total=None)
+    repeats = len(prompts) if strategy == "reprefill" else 1
+    before = 0
+    live = Live(console=out, refresh_per_second=12, get_renderable=lambda: _answers(shown))
+
+    def on_prefill(done: int, total: int) -> None:
+        nonlocal before
+        progress.update(task, completed=before + done, total=repeats * total)
+        if done == total:
+            before += total
+            if before >= repeats * total:
+                progress.stop()
+                if not quiet and out.is_terminal:
+                    live.start()
+
+    def on_token(index: int, text: str) -> None:
+        shown.branches[index].text += text
+
+    progress.start()
+    try:
+        return fan_out(
+            model,
+            document,
+            prompts,
+            max_tokens=max_tokens,
+            strategy=strategy,
+            on_token=on_token,
+            on_prefill=on_prefill,
+            chat=chat,
+            n_ctx=n_ctx,
+        )
+    finally:
+        progress.stop()
+        live.stop()
+
+
+def _answers(result: FanOut) -> Group:
+    blocks: list[Any] = []
+    for i, branch in enumerate(result.branches, start=1):
+        blocks.append(Text.assemble((f"{i} ", "bold cyan"), (branch.prompt, "bold")))
+        blocks.append(Text(branch.text.strip() or "…", style="" if branch.text else "dim"))
+        blocks.append(Text())
+    return Group(*blocks)
+
+
+def _times(result: FanOut, baseline: FanOut | None) -> Group:
+    """Where the time went, and what re-prefilling every branch costs or would have cost."""
+    n = len(result.branches)
+    table = Table(box=box.SIMPLE_HEAD, title=f"{result.model}, strategy {result.strategy}", title_justify="left")
+    for name in ("branch", "fork", "restore", "first token", "decode", "total", "tokens"):
+        table.add_column(name, justify="left" if name == "branch" else "right")
+    for i, branch in enumerate(result.branches, start=1):
+        total = branch.first_token_ms + branch.decode_ms
+        times = (branch.fork_ms, branch.restore_ms, branch.first_token_ms, branch.decode_ms, total)
+        table.add_row(str(i), *(_duration(ms) for ms in times), str(len(branch.tokens)))
+    if result.strategy == "reprefill":
+        return Group(
+            table,
+            Text(
+                f"{n} branches, each prefilling {result.document_tokens:,} tokens: "
+                f"{_duration(result.end_to_end_ms)} end to end"
+            ),
+        )
+    lines = [
+        f"document     {result.document_tokens:,} tokens, prefilled once in {_duration(result.prefill_ms)}"
+        + (f"; its state is {result.snapshot_bytes / 1e6:,.1f} MB" if result.snapshot_bytes else ""),
+        f"end to end   {_duration(result.end_to_end_ms)} for {n} branches",
+    ]
+    if baseline:
+        cost, how = baseline.end_to_end_ms, "measured in this run"
+    else:
+        cost, how = result.end_to_end_ms + (n - 1) * result.prefill_ms, "computed from this run; --compare measures it"
+    lines.append(f"{n} re-prefills {_duration(cost)}, {cost / result.end_to_end_ms:.2f} times as long ({how})")
+    return Group(table, Text("\n".join(lines)))
+
+
+def _duration(ms: float) -> str:
+    if ms == 0:
+        return "–"
+    return f"{ms:,.2f} ms" if ms < 10 else f"{ms:,.0f} ms" if ms < 10_000 else f"{ms / 1000:,.1f} s"
+
+
+# ── --compare ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Ratio:
+    """A measured ratio beside what it should reach. `target` is None where there is none."""
+
+    def __init__(self, name: str, value: float, target: float | None, unit: str = "", at_most: bool = False) -> None:
+        self.name, self.value, self.target, self.unit, self.at_most = name, value, target, unit, at_most
+
+
+def _ratios(
+    model: Model, document: str, prompts: list[str], chat: bool, result: FanOut, baseline: FanOut
+) -> list[Ratio]:
+    """Each step against its bound, measured now, in this process, on this document."""
+    from . import measure
+    from .arena import Arena
+    from .fanout import document_and_prompts, prefill
+
+    tokens, questions = document_and_prompts(model, document, prompts, chat)
+    question = questions[0][-5:]
+    n_ctx = len(tokens) + 8 * (len(question) + 32) + 256
+    with _progress() as progress:
+        task = progress.add_task("measuring", total=None)
+
+        def tell(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total + 1)
+
+        with model.context(n_ctx, 9) as ctx:
+            prefill(ctx, tokens, on_progress=tell)
+            with Arena.for_branches(ctx, 1) as arena, ctx.snapshot(arena) as snapshot:
+                copies = measure.copies(ctx, snapshot)
+                active = measure.activation(ctx, snapshot, question)
+                snapshot.restore(ctx)
+                alone, batched = measure.batched_generation(ctx, question)
+    prefill_s = baseline.prefill_ms / 1e3 / len(prompts)
+    return [
+        *_copy_ratios(copies),
+        *_run_ratios(prefill_s, copies, active),
+        *_end_to_end(result, baseline, alone, batched),
+    ]
+
+
+def _copy_ratios(copies: Copies) -> list[Ratio]:
+    return [
+        Ratio("fork ÷ np.copyto of as many bytes", copies.copyto / copies.fork, 0.95),
+        Ratio("first fork in a new arena ÷ a warm one", copies.fork / copies.first_fork, 0.75),
+        Ratio("export ÷ np.copyto", copies.copyto / copies.export, 0.85),
+        Ratio("restore ÷ np.copyto", copies.copyto / copies.restore, 0.85),
+        Ratio("share()", 1e6 * copies.share, 20, "µs", at_most=True),
+    ]
+
+
+def _run_ratios(prefill_s: float, copies: Copies, active: Activation) -> list[Ratio]:
+    def end_to_end(n: int) -> float:
+        return n * (prefill_s + active.bound) / (prefill_s + copies.export + n * active.forked)
+
+    return [
+        Ratio("re-prefill ÷ (fork + restore + branch)", (prefill_s + active.bound) / active.forked, 100, "×"),
+        Ratio("… as a share of its bound, branch alone", active.bound / active.forked, 0.85),
+        Ratio("re-prefill ÷ branch, context holds document", (prefill_s + active.bound) / active.held, 100, "×"),
+        Ratio("… as a share of its bound, branch alone", active.bound / active.held, 0.98),
+        Ratio("2 branches, one token each, end to end (computed)", end_to_end(2), 1.95, "×"),
+        Ratio("8 branches, one token each, end to end (computed)", end_to_end(8), 7.5, "×"),
+    ]
+
+
+def _end_to_end(result: FanOut, baseline: FanOut, alone: float, batched: float) -> list[Ratio]:
+    n = len(result.branches)
+    return [
+        Ratio(f"these {n} answers, end to end", baseline.end_to_end_ms / result.end_to_end_ms, None, "×"),
+        Ratio("8 branches × 32 tokens, in one batch ÷ in turn", alone / batched, 1.3, "×"),
+    ]
+
+
+def _ratio_table(ratios: list[Ratio]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Measured in this run", title_justify="left")
+    for name in ("ratio", "measured", "wanted", ""):
+        table.add_column(name, justify="left" if name in ("ratio", "") else "right")
+    for ratio in ratios:
+        wanted, mark = "", ""
+        if ratio.target is not None:
+            met = ratio.value <= ratio.target if ratio.at_most else ratio.value >= ratio.target
+            wanted = f"{'≤' if ratio.at_most else '≥'} {ratio.target:g} {ratio.unit}".strip()
+            mark = "[green]met[/]" if met else "[yellow]missed[/]"
+        table.add_row(ratio.name, f"{ratio.value:,.2f} {ratio.unit}".strip(), wanted, mark)
+    return table
+
+
+# ── swarmkv doctor ───────────────────────────────────────────────────────────────────────────────────
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def doctor(as_json: bool) -> None:
+    """Tell what is installed, loaded and obtained on this machine."""
+    from .doctor import examine
+
+    found = examine()
+    if as_json:
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    engine, threads, memory = found["engine"], found["threads"], found["memory"]
+    limit = memory["lock_limit"]
+    rows = [
+        ("engine", f"{engine['pin']}, llama.cpp {engine['version']} at {engine['commit'][:12]}"),
+        ("stamp", engine["stamp"]),
+        ("library", engine["library"]),
+        ("built with", f"{engine['compiler']}, {' '.join(engine['instruction_sets'])}"),
+        ("CUDA", ", ".join(map(str, engine["cuda_architectures"])) or "not built"),
+        ("backends", ", ".join(found["backends"])),
+        *(
+            (
+                "device",
+                f"{d['name']}: {d['description']}, {d['memory_free'] / 2**30:.1f} of "
+                f"{d['memory_total'] / 2**30:.1f} GiB free",
+            )
+            for d in found["devices"]
+        ),
+        ("threads", f"{threads['default']} by default, {threads['cpus']} CPUs; {threads['waiting']}"),
+        ("guard", f"one lock {'for all contexts' if threads['guard'] == 'global' else 'a context'}"),
+        ("page locking", memory["pinned"] or f"none ({memory['pin_error']})"),
+        ("lock limit", "none" if limit is None else f"{limit / 2**20:,.0f} MiB"),
+        ("huge pages", f"{memory['huge_pages']}; {memory['huge_page_share']:.0%} of a test arena"),
+        ("memory", f"{memory['available'] / 2**30:.1f} GiB available"),
+        ("model", found["model"] or "not in the cache; `swarmkv model` fetches it"),
+    ]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    out.print(table)

@@ -1,0 +1,69 @@
+"""What is installed, loaded and obtained on this machine, as data (`swarmkv doctor`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+from typing import Any
+
+from .arena import Arena, available_memory
+from .context import default_n_threads
+from .default_model import find_default_model
+from .errors import SwarmKVError
+from .ffi import LIB_DIR, C, ffi, waiting_policy
+from .runtime import LlamaGuard, backends, devices
+
+
+def examine() -> dict[str, Any]:
+    """Look at engine, devices, memory and model cache; nothing is changed or downloaded."""
+    info = json.loads((LIB_DIR / "build-info.json").read_text(encoding="utf-8"))
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    with Arena(8 << 20) as arena:
+        stats = arena.stats()
+        pinned, pin_error = arena.pinned, arena.pin_error
+    try:
+        model = find_default_model()
+        cached = str(model) if model else None
+    except SwarmKVError as error:
+        cached = str(error)
+    return {
+        "engine": {
+            "pin": f"{info['package']} {info['version']}" if info["source"] == "pin" else info["source"],
+            "commit": info["commit"],
+            "version": ffi.string(C.llama_version()).decode(),
+            "stamp": ffi.string(C.skv_loaded_stamp()).decode(),
+            "library": ffi.string(C.skv_library_path()).decode(errors="replace"),
+            "compiler": info["compiler"],
+            "instruction_sets": info["instruction_sets"],
+            "cuda_architectures": info["cuda_architectures"],
+        },
+        "backends": backends(),
+        "devices": [vars(device) for device in devices()],
+        "threads": {
+            "default": default_n_threads(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "waiting": waiting_policy(),
+            "guard": LlamaGuard().policy,
+        },
+        "memory": {
+            "available": available_memory(),
+            "pinned": pinned,
+            "pin_error": pin_error,
+            "lock_limit": None if limit == resource.RLIM_INFINITY else limit,
+            "huge_pages": _huge_page_mode(),
+            "huge_page_share": stats.huge_page_bytes / stats.n_bytes,
+        },
+        "model": cached,
+        "python": platform.python_version(),
+    }
+
+
+def _huge_page_mode() -> str:
+    """The kernel's setting for transparent huge pages: the word in brackets."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+            return file.read().split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        return "not supported"
