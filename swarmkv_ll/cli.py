@@ -33,7 +33,19 @@ err = Console(stderr=True)
 out = Console()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Interrupted(Exception):
+    """Ctrl-C, kept from click, which would print an empty line for it."""
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="swarmkv")
 def cli() -> None:
     """Prefill a document once, fork its KV state, answer from every branch."""
@@ -56,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = 0
     except OSError as error:
         code = _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except (KeyboardInterrupt, click.Abort):
+    except _Interrupted:
         code = _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -405,3 +417,7 @@ def doctor(as_json: bool) -> None:
     for name, value in rows:
         table.add_row(name, Text(value))
     out.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -380,6 +380,9 @@ def chat_tokens(model: Model, document: str, prompts: Sequence[str]) -> tuple[To
 
     Only the template's own parts may hold control tokens; ``<|…|>`` in the texts is plain text.
     """
+    empty = ["document"] * (not document.strip()) + [f"prompt {i}" for i, p in enumerate(prompts) if not p.strip()]
+    if empty:
+        raise InvalidArgumentError(f"{empty[0]} holds no text")
     mark = "\x1fdocument\x1fprompt\x1f"
     opening, closing = model.apply_chat_template([{"role": "user", "content": mark}]).split(mark)
 

@@ -1,0 +1,86 @@
+"""From a document to answers: one branch's first logits, several branches end to end, batched generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from swarmkv_ll import Context, Model, Snapshot, fan_out
+from swarmkv_ll.fanout import prefill
+from swarmkv_ll.measure import Activation, batched_generation
+
+Tokens = npt.NDArray[np.int32]
+
+
+@pytest.mark.benchmark(group="activation")
+def bench_reprefill(
+    benchmark: Any, ratio: Any, ctx: Context, snapshot: Snapshot, document: Tokens, question: Tokens, active: Activation
+) -> None:
+    """The baseline: the document and the prompt, from the beginning."""
+
+    def reprefill() -> None:
+        ctx.clear()
+        prefill(ctx, document)
+        ctx.decode(question)
+
+    benchmark.pedantic(reprefill, rounds=2)
+    snapshot.restore(ctx)
+    seconds = benchmark.stats.stats.median
+    ratio("re-prefill ÷ (fork + restore + branch)", seconds / active.forked, 100, bound=seconds / active.bound)
+    benchmark.extra_info["held"] = seconds / active.held
+
+
+@pytest.mark.benchmark(group="activation")
+def bench_fork_restore_branch(
+    benchmark: Any, ratio: Any, ctx: Context, snapshot: Snapshot, question: Tokens, active: Activation
+) -> None:
+    def branch() -> None:
+        with snapshot.fork() as fork:
+            fork.restore(ctx)
+            ctx.decode(question)
+
+    benchmark.pedantic(branch, rounds=15)
+    ratio("… as a share of its bound, the branch's decode alone", active.bound / active.forked, 0.85)
+
+
+@pytest.mark.benchmark(group="activation")
+def bench_held_branch(
+    benchmark: Any, ratio: Any, ctx: Context, snapshot: Snapshot, question: Tokens, active: Activation
+) -> None:
+    """The context still holds the document: only the last branch's suffix is dropped."""
+
+    def branch() -> None:
+        ctx.remove(0, snapshot.n_tokens)
+        ctx.decode(question)
+
+    snapshot.restore(ctx)
+    benchmark.pedantic(branch, rounds=15)
+    ratio("… where the context still holds the document", active.bound / active.held, 0.98)
+
+
+@pytest.mark.benchmark(group="fanout")
+@pytest.mark.parametrize(("n_branches", "target"), [(2, 1.95), (8, 7.5)])
+def bench_end_to_end(
+    benchmark: Any, ratio: Any, model: Model, document: Tokens, question: Tokens, n_branches: int, target: float
+) -> None:
+    """Branches of one answer token: document computed once, against once a branch."""
+    prompts = [question] * n_branches
+
+    def once() -> float:
+        return fan_out(model, document, prompts, max_tokens=1, strategy="snapshot").end_to_end_ms
+
+    first = once()
+    baseline = fan_out(model, document, prompts, max_tokens=1, strategy="reprefill").end_to_end_ms
+    last = benchmark.pedantic(once, rounds=1)
+    ratio(f"{n_branches} branches end to end, against {n_branches} re-prefills", 2 * baseline / (first + last), target)
+
+
+@pytest.mark.benchmark(group="fanout")
+def bench_batched_generation(benchmark: Any, ratio: Any, ctx: Context, snapshot: Snapshot, question: Tokens) -> None:
+    """8 branches of 32 tokens: in one batch, against one after another."""
+    snapshot.restore(ctx)
+    alone, together = benchmark.pedantic(lambda: batched_generation(ctx, question, rounds=3), rounds=1)
+    ratio("8 × 32 tokens in one batch, against one at a time", alone / together, 1.3)

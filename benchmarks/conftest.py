@@ -1,0 +1,97 @@
+"""Shared state of the benchmarks: the default model, a document of 3,501 tokens computed once, and its snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from swarmkv_ll import Arena, Context, Model, Snapshot
+from swarmkv_ll.default_model import fetch_default_model
+from swarmkv_ll.fanout import prefill
+from swarmkv_ll.measure import Activation, Copies, activation, copies
+
+N_DOCUMENT = 3501
+N_CTX = 4608
+
+_ratios: list[tuple[str, float, str, bool]] = []
+
+
+@pytest.fixture
+def ratio(benchmark: Any) -> Any:
+    """Record a ratio beside its target, in this benchmark's `extra_info` and in the closing table."""
+
+    def record(name: str, value: float, target: float, *, at_most: bool = False, **details: float) -> None:
+        met = value <= target if at_most else value >= target
+        wanted = f"{'≤' if at_most else '≥'} {target:g}"
+        benchmark.extra_info.update({"ratio": name, "value": value, "wanted": wanted, "met": met, **details})
+        _ratios.append((name, value, wanted, met))
+
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print every ratio with its target."""
+    if _ratios:
+        terminalreporter.section("ratios measured in this run")
+        for name, value, wanted, met in _ratios:
+            terminalreporter.line(f"{name:<62} {value:>9.3f}   {wanted:>8}   {'met' if met else 'missed'}")
+
+
+@pytest.fixture(scope="session")
+def model() -> Iterator[Model]:
+    """The default model."""
+    with Model(fetch_default_model()) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="session")
+def document(model: Model) -> npt.NDArray[np.int32]:
+    """3,501 tokens of the sample specification, which begins anew at its end."""
+    text = (resources.files("swarmkv_ll") / "data" / "sample_spec.md").read_text(encoding="utf-8")
+    tokens = model.tokenize(text, add_special=True, parse_special=False)
+    return np.resize(tokens, N_DOCUMENT)
+
+
+@pytest.fixture(scope="session")
+def question(model: Model) -> npt.NDArray[np.int32]:
+    """A branch's prompt of 5 tokens."""
+    return model.tokenize(" The station's main purpose is", add_special=False, parse_special=False)[-5:]
+
+
+@pytest.fixture(scope="session")
+def ctx(model: Model, document: npt.NDArray[np.int32]) -> Iterator[Context]:
+    """A context that holds the document in sequence 0, and has eight more sequences."""
+    with model.context(N_CTX, 9) as context:
+        prefill(context, document)
+        yield context
+
+
+@pytest.fixture(scope="session")
+def arena(ctx: Context) -> Iterator[Arena]:
+    """Room for the document's snapshot and two forks."""
+    with Arena.for_branches(ctx, 2) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def snapshot(ctx: Context, arena: Arena) -> Iterator[Snapshot]:
+    """The document's state."""
+    with ctx.snapshot(arena) as taken:
+        yield taken
+
+
+@pytest.fixture(scope="session")
+def copied(ctx: Context, snapshot: Snapshot) -> Copies:
+    """Fork, export, restore and share beside `np.copyto`, in turns."""
+    return copies(ctx, snapshot, rounds=25)
+
+
+@pytest.fixture(scope="session")
+def active(ctx: Context, snapshot: Snapshot, question: npt.NDArray[np.int32]) -> Activation:
+    """The ways to a branch's first logits, in turns."""
+    return activation(ctx, snapshot, question, rounds=15)
