@@ -33,7 +33,7 @@ err = Console(stderr=True)
 out = Console()
 
 
-class _Interrupted(Exception):
+class _InterruptedError(Exception):
     """Ctrl-C, kept from click, which would print an empty line for it."""
 
 
@@ -42,7 +42,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise _Interrupted from None
+            raise _InterruptedError from None
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -68,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = 0
     except OSError as error:
         code = _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except _Interrupted:
+    except _InterruptedError:
         code = _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
