@@ -3,53 +3,34 @@
 from __future__ import annotations
 
 import operator
-import os
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from . import runtime
-from .arena import Arena, available_memory
+from .arena import Arena
 from .cells import CellLedger
 from .errors import (
     ClosedError,
     ContextCreateError,
     ContextFullError,
     DecodeError,
-    HostMemoryError,
     InvalidArgumentError,
-    LiveViewsError,
-    NoLogitsError,
     PartialRemovalError,
 )
 from .ffi import C, ffi
-from .model import Model, ModelHandle, Tokens
+from .limits import KV_TYPES, check_context, default_n_threads
+from .model import Model, Tokens
+from .outputs import Batch, ContextHandle, Logits, Outputs
 from .sampling import Sampler
 
 if TYPE_CHECKING:
     from .snapshot import Snapshot
 
-Logits = npt.NDArray[np.float32]
-
-KV_TYPES: dict[str, int] = {
-    "f32": C.GGML_TYPE_F32,
-    "f16": C.GGML_TYPE_F16,
-    "bf16": C.GGML_TYPE_BF16,
-    "q8_0": C.GGML_TYPE_Q8_0,
-    "q5_1": C.GGML_TYPE_Q5_1,
-    "q5_0": C.GGML_TYPE_Q5_0,
-    "q4_1": C.GGML_TYPE_Q4_1,
-    "q4_0": C.GGML_TYPE_Q4_0,
-    "iq4_nl": C.GGML_TYPE_IQ4_NL,
-}
-"""Types a KV cache can be kept in."""
-
 _MAX_POSITION = 2**31 - 2
-_MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is an assert in the engine
 
 
 class Context:
@@ -67,7 +48,7 @@ class Context:
     flash_attn : "auto", True or False
         What it came to is in `flash_attn` afterwards.
     type_k, type_v : str
-        Types of the K and V cache: a key of `KV_TYPES`.
+        Types of the K and V cache: a key of `limits.KV_TYPES`.
     n_batch, n_ubatch : int
         Tokens handed to the engine at once, and computed at once.
     n_threads : int, optional
@@ -109,25 +90,18 @@ class Context:
         parent = model._handle
         n_threads = n_threads if n_threads is not None else default_n_threads()
         n_ctx = operator.index(n_ctx) or model.n_ctx_train
-        most_sequences = int(C.llama_max_parallel_sequences())
-        for name, value, low, high in (
-            ("n_ctx", n_ctx, 1, 2**31 - 256),
-            ("n_seq_max", n_seq_max, 1, most_sequences),
-            ("n_batch", n_batch, 1, 2**24),
-            ("n_ubatch", n_ubatch, 1, 2**24),
-            ("n_threads", n_threads, 1, _MAX_THREADS),
-        ):
-            if not low <= operator.index(value) <= high:
-                raise InvalidArgumentError(f"{name} should be {low} to {high}, is {value}")
-        if flash_attn not in ("auto", True, False):
-            raise InvalidArgumentError(f'flash_attn should be "auto", True or False, is {flash_attn!r}')
-        if not kv_unified and n_ctx < n_seq_max:
-            raise InvalidArgumentError(f"n_ctx of {n_ctx} cannot be divided among {n_seq_max} sequences")
-        if not model.decodes:
-            raise ContextCreateError(f"{model.path.name} is not a decoder-only model")
-        _check_kv_types(model, type_k, type_v, flash_attn)
-        _check_memory(model, n_ctx, type_k, type_v)
-
+        check_context(
+            model,
+            n_ctx,
+            n_seq_max,
+            kv_unified=kv_unified,
+            flash_attn=flash_attn,
+            type_k=type_k,
+            type_v=type_v,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+        )
         params = C.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx, n_seq_max, kv_unified
         params.n_batch, params.n_ubatch = n_batch, min(n_ubatch, n_batch)
@@ -144,7 +118,7 @@ class Context:
             pointer = C.llama_init_from_model(parent.pointer, params)
         if pointer == ffi.NULL:
             raise ContextCreateError(runtime.last_reason(log, "the engine could not make this context"))
-        self._owned: _ContextHandle | None = _ContextHandle(pointer, parent)
+        self._owned: ContextHandle | None = ContextHandle(pointer, parent)
         self._memory = C.llama_get_memory(pointer)
         self.model = model
         self.n_ctx = int(C.llama_n_ctx(pointer))
@@ -168,8 +142,8 @@ class Context:
                 self.n_ctx_seq if not self.kv_unified else self.n_ctx, self.n_seq_max, unified=self.kv_unified
             )
         )
-        self._batch = _Batch(self.n_batch)
-        self._outputs = _Outputs(self._owned, model.n_vocab, self.n_seq_max)
+        self._batch = Batch(self.n_batch)
+        self._outputs = Outputs(self._owned, model.n_vocab, self.n_seq_max)
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -527,142 +501,6 @@ class Context:
         return f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} of {self.model!r}{', closed' if self.closed else ''}>"
 
 
-class _ContextHandle:
-    """Owns a `llama_context *` and keeps its model's weights alive."""
-
-    def __init__(self, pointer: Any, parent: ModelHandle) -> None:
-        self.pointer, self.parent = pointer, parent
-        weakref.finalize(self, _free_context, pointer, parent).atexit = False
-
-
-def _free_context(pointer: Any, _parent: ModelHandle) -> None:
-    C.llama_free(pointer)
-
-
-class _Batch:
-    """A `llama_batch` over numpy arrays, filled by slices."""
-
-    def __init__(self, n_batch: int) -> None:
-        self.token = np.zeros(n_batch, np.int32)
-        self.position = np.zeros(n_batch, np.int32)
-        self.seq = np.zeros(n_batch, np.int32)
-        self.output = np.zeros(n_batch, np.int8)
-        self.n_seq = np.ones(n_batch, np.int32)
-        self.seq_pointer = self.seq.ctypes.data + 4 * np.arange(n_batch, dtype=np.uintp)
-        self.struct = ffi.new("llama_batch *")
-        self.struct.token = ffi.from_buffer("llama_token[]", self.token)
-        self.struct.pos = ffi.from_buffer("llama_pos[]", self.position)
-        self.struct.n_seq_id = ffi.from_buffer("int32_t[]", self.n_seq)
-        self.struct.seq_id = ffi.cast("llama_seq_id **", self.seq_pointer.ctypes.data)
-        self.struct.logits = ffi.from_buffer("int8_t[]", self.output)
-
-    def fill(self, token: Tokens, position: Tokens, seq: Tokens, output: npt.NDArray[np.int8]) -> Any:
-        n = len(token)
-        self.token[:n], self.position[:n], self.seq[:n], self.output[:n] = token, position, seq, output
-        self.struct.n_tokens = n
-        return self.struct[0]
-
-
-class _Outputs:
-    """The logits rows of the last decode, most often in the engine's memory, and rows that came with a restore."""
-
-    def __init__(self, handle: _ContextHandle, n_vocab: int, capacity: int) -> None:
-        self._handle, self._n_vocab = handle, n_vocab
-        self._capacity = capacity  # rows the engine's buffer holds; it only grows, and moves when it does
-        self._view: weakref.ref[Logits] | None = None  # the array all views of the engine's buffer derive from
-        self._copied: list[Logits] = []  # rows of all engine batches of the last decode but its last one
-        self._in_engine = 0  # rows of that last one
-        self._row_of: dict[int, int] = {}  # sequence: row after its last token, counted over both
-        self._restored: dict[int, Logits] = {}  # sequence: row that came with its snapshot
-
-    def begin(self, output: npt.NDArray[np.int8], n_batch: int) -> None:
-        """Before a decode. Refuses one that would make the engine move its buffer away under a live view."""
-        most = max(int(output[i : i + n_batch].sum()) for i in range(0, len(output), n_batch))
-        if most > self._capacity and self._view is not None and self._view() is not None:
-            raise LiveViewsError(f"logits buffer of {self._capacity} rows, too small for {most},", 1)
-        self._capacity = max(self._capacity, most)
-        self._forget_decode()
-
-    def collect(self, n_rows: int, *, last: bool) -> None:
-        """After an engine batch: keep its rows, unless they stay in the engine's memory as the last ones."""
-        if last:
-            self._in_engine = n_rows
-        elif n_rows:
-            self._copied.append(self._engine_rows(n_rows).copy())
-
-    def advance(self, seq: int, row: int | None) -> None:
-        """`seq` has been decoded; `row` is the one after its last token, if that was asked for."""
-        self.drop(seq)
-        if row is not None:
-            self._row_of[seq] = row
-
-    def restore(self, seq: int, row: Logits | None) -> None:
-        """`seq` now stands where a snapshot was taken; `row` came with it."""
-        self.drop(seq)
-        if row is not None:
-            self._restored[seq] = row
-
-    def copy(self, source: int, target: int) -> None:
-        """`target` now stands where `source` does."""
-        self.drop(target)
-        if source in self._row_of:
-            self._row_of[target] = self._row_of[source]
-        elif source in self._restored:
-            self._restored[target] = self._restored[source]
-
-    def drop(self, seq: int) -> None:
-        """`seq` no longer stands where its row says."""
-        self._row_of.pop(seq, None)
-        self._restored.pop(seq, None)
-
-    def clear(self) -> None:
-        """No sequence stands anywhere."""
-        self._forget_decode()
-        self._restored.clear()
-
-    def everything(self) -> Logits:
-        rows = [*self._copied, *([self._engine_rows(self._in_engine)] if self._in_engine else [])]
-        if not rows:
-            raise NoLogitsError("the last decode gave no logits")
-        found = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        found.flags.writeable = False
-        return cast("Logits", found[0] if len(found) == 1 else found)
-
-    def row(self, seq: int) -> Logits:
-        at = self._row_of.get(seq)
-        if at is None:
-            if seq not in self._restored:
-                raise NoLogitsError(f"no logits for sequence {seq}: decode a token of it or restore a snapshot first")
-            return self._restored[seq]
-        for rows in self._copied:
-            if at < len(rows):
-                return cast("Logits", rows[at])
-            at -= len(rows)
-        return cast("Logits", self._engine_rows(self._in_engine)[at])
-
-    def _forget_decode(self) -> None:
-        self._row_of.clear()
-        self._copied.clear()
-        self._in_engine = 0
-
-    def _engine_rows(self, n_rows: int) -> Logits:
-        # Asking for the address also makes the engine wait for its results and put them in batch order.
-        address = int(ffi.cast("uintptr_t", C.llama_get_logits(self._handle.pointer)))
-        root = self._view() if self._view else None
-        if root is None:
-            root = np.asarray(_ArrayInterface(self._handle, address, (self._capacity, self._n_vocab)))
-            self._view = weakref.ref(root)
-        return root[:n_rows]
-
-
-class _ArrayInterface:
-    """Base object of the logits views: what numpy keeps alive, and with it the engine's context."""
-
-    def __init__(self, handle: _ContextHandle, address: int, shape: tuple[int, int]) -> None:
-        self.handle = handle
-        self.__array_interface__ = {"shape": shape, "typestr": "<f4", "data": (address, True), "version": 3}
-
-
 # ── Ctrl-C ───────────────────────────────────────────────────────────────────────────────────────────
 
 _interrupts: list[BaseException] = []
@@ -676,46 +514,3 @@ def _keep_interrupt(_: Any, error: BaseException, __: Any) -> None:
 def skv_on_interrupt(_data: Any) -> bool:
     """Give Python the chance to run its signal handlers; what they raise stops the decode."""
     return False
-
-
-# ── checks of parameters the engine would abort on ───────────────────────────────────────────────────
-
-
-def default_n_threads() -> int:
-    """Physical cores this process may run on."""
-    n_cpus = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/devices/system/cpu/smt/active", encoding="ascii") as file:
-            return max(1, n_cpus // 2) if file.read().strip() == "1" else n_cpus
-    except OSError:
-        return n_cpus
-
-
-def _head_dim(model: Model) -> int:
-    arch = model.metadata.get("general.architecture", "")
-    known = model.metadata.get(f"{arch}.attention.key_length")
-    return int(known) if known else model.n_embd // max(1, model.n_head)
-
-
-def _check_kv_types(model: Model, type_k: str, type_v: str, flash_attn: Literal["auto"] | bool) -> None:
-    for name, value in (("type_k", type_k), ("type_v", type_v)):
-        if value not in KV_TYPES:
-            raise InvalidArgumentError(f"{name} should be one of {', '.join(KV_TYPES)}, is {value!r}")
-        block = int(C.ggml_blck_size(KV_TYPES[value]))
-        if block > 1 and _head_dim(model) % block:
-            raise InvalidArgumentError(
-                f"{name}={value!r} has blocks of {block} values, which heads of {_head_dim(model)} cannot be cut into"
-            )
-    if flash_attn is False and C.ggml_is_quantized(KV_TYPES[type_v]):
-        raise InvalidArgumentError(f"type_v={type_v!r} needs flash attention")
-
-
-def _check_memory(model: Model, n_ctx: int, type_k: str, type_v: str) -> None:
-    """Refuse a plain KV cache that cannot fit: the engine clears it when made, and the kernel would kill us."""
-    if not model.capabilities.attention_only or runtime.gpu_device() is not None:
-        return
-    bits = sum({"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q5_1": 5, "q5_0": 5}.get(t, 4) for t in (type_k, type_v))
-    required = n_ctx * model.n_layer * model.n_head_kv * _head_dim(model) * bits // 8
-    available = available_memory()
-    if required > available:
-        raise HostMemoryError(required, available)

@@ -9,10 +9,10 @@ import resource
 from typing import Any
 
 from .arena import Arena, available_memory
-from .context import default_n_threads
 from .default_model import find_default_model
 from .errors import SwarmKVError
 from .ffi import LIB_DIR, C, ffi, waiting_policy
+from .limits import default_n_threads
 from .runtime import LlamaGuard, backends, devices
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from . import runtime
 from .arena import Arena, Lease
 from .blob import Layout, parse
-from .context import Context, Logits
+from .context import Context
 from .errors import (
     BlobError,
     ClosedError,
@@ -25,6 +25,7 @@ from .errors import (
 )
 from .ffi import C
 from .model import ModelFile, Tokens
+from .outputs import Logits
 
 
 @dataclass(frozen=True)
