@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 
 from swarmkv_ll import Context, Model, Snapshot, fan_out
 from swarmkv_ll.fanout import prefill
-from swarmkv_ll.measure import Activation, batched_generation
+from swarmkv_ll.measure import Activation, batched_generation, interleaved
 
 Tokens = npt.NDArray[np.int32]
 
@@ -59,6 +63,26 @@ def bench_held_branch(
     snapshot.restore(ctx)
     benchmark.pedantic(branch, rounds=15)
     ratio("… where the context still holds the document", active.bound / active.held, 0.98)
+
+
+@pytest.mark.benchmark(group="activation")
+def bench_busy_neighbour(benchmark: Any, ratio: Any, ctx: Context, snapshot: Snapshot, question: Tokens) -> None:
+    """A branch's decode while another process keeps one core busy, against the same decode before and after."""
+
+    def branch() -> None:
+        ctx.remove(0, snapshot.n_tokens)
+        ctx.decode(question)
+
+    snapshot.restore(ctx)
+    core = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    idle = [interleaved(9, branch=branch)["branch"]]
+    with subprocess.Popen([sys.executable, "-c", spin]) as neighbour:
+        time.sleep(0.5)
+        benchmark.pedantic(branch, rounds=15)
+        neighbour.kill()
+    idle.append(interleaved(9, branch=branch)["branch"])
+    ratio("branch beside a busy core, times as long as idle", benchmark.stats.stats.median / min(idle), 3, at_most=True)
 
 
 @pytest.mark.benchmark(group="fanout")

@@ -160,12 +160,14 @@ def _attention(reader: _Reader, extension: bool) -> tuple[int, bool | None, npt.
         if n_cells == 0:
             continue
         meta = np.frombuffer(reader.take(4 * words * n_cells, f"stream {stream} cells"), "<i4").reshape(n_cells, words)
-        found = meta[:, 0]
+        found = meta[:, 0].astype(np.int32)
         reader.expect(int(found.min()), "0 or more", "cell pos", bool(found.min() >= 0))
-        n_distinct = len(np.unique(found))
-        reader.expect(n_distinct, f"{n_cells} different positions", "cell pos", n_distinct == n_cells)
-        reader.expect(int(meta[:, 1].max()), 1, "cell n_seq_id", bool((meta[:, 1] == 1).all()))
-        positions.append(found.astype(np.int32))
+        if not (found[1:] > found[:-1]).all():  # cells that were reused stand in another order
+            n_distinct = len(np.unique(found))
+            reader.expect(n_distinct, f"{n_cells} different positions", "cell pos", n_distinct == n_cells)
+        one_owner = bool((meta[:, 1] == 1).all())
+        reader.expect(int(meta[:, 1].max()), 1, "cell n_seq_id", one_owner)
+        positions.append(found)
         v_trans = reader.number("I", "v_trans")
         reader.expect(v_trans, "0 or 1", "v_trans", v_trans in (0, 1))
         v_transposed = bool(v_trans)

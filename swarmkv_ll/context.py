@@ -129,10 +129,11 @@ class Context:
         self.n_threads = n_threads
         self.kv_unified = kv_unified or n_seq_max == 1
         self.type_k, self.type_v = type_k, type_v
-        # The engine tells what "auto" came to in its log only.
-        self.flash_attn = bool(flash_attn) and not any("Flash Attention not supported" in line for line in log)
-        # V's layout was settled before that, by what was asked for (llama_kv_cache is made first).
-        self.v_transposed = flash_attn is False
+        # The engine tells in its log only that it has overruled what was asked for. "auto" is settled after V's layout
+        # was (llama_kv_cache is made first), so that only what is off from the start transposes V.
+        forced_off = any("forcing off" in line for line in log)
+        self.v_transposed = flash_attn is False or forced_off
+        self.flash_attn = not self.v_transposed and not any("Flash Attention not supported" in line for line in log)
 
         # A purely recurrent model has one state a sequence and no cells to run out of.
         self._cells = (
