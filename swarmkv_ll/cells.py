@@ -39,6 +39,10 @@ class CellLedger:
         cells = self._held[seq][:, 1]
         return self.free(seq) + int(np.count_nonzero(self._pool(seq)[cells] == 1))
 
+    def positions(self, seq: int) -> npt.NDArray[np.int32]:
+        """Position of each cell that `seq` holds."""
+        return self._held[seq][:, 0]
+
     def add(self, seq: int, positions: npt.NDArray[np.int32]) -> None:
         """`seq` takes a new cell for each position; the caller has made sure that they are free."""
         pool = self._pool(seq)

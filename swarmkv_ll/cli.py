@@ -258,25 +258,22 @@ def _times(result: FanOut, baseline: FanOut | None) -> Group:
         total = branch.first_token_ms + branch.decode_ms
         times = (branch.fork_ms, branch.restore_ms, branch.first_token_ms, branch.decode_ms, total)
         table.add_row(str(i), *(_duration(ms) for ms in times), str(len(branch.tokens)))
+    lines = Table.grid(padding=(0, 2))
     if result.strategy == "reprefill":
-        return Group(
-            table,
-            Text(
-                f"{n} branches, each prefilling {result.document_tokens:,} tokens: "
-                f"{_duration(result.end_to_end_ms)} end to end"
-            ),
-        )
-    lines = [
-        f"document     {result.document_tokens:,} tokens, prefilled once in {_duration(result.prefill_ms)}"
-        + (f"; its state is {result.snapshot_bytes / 1e6:,.1f} MB" if result.snapshot_bytes else ""),
-        f"end to end   {_duration(result.end_to_end_ms)} for {n} branches",
-    ]
-    if baseline:
-        cost, how = baseline.end_to_end_ms, "measured in this run"
+        prefilled = f"{n} times in {_duration(result.prefill_ms)}"
     else:
-        cost, how = result.end_to_end_ms + (n - 1) * result.prefill_ms, "computed from this run; --compare measures it"
-    lines.append(f"{n} re-prefills {_duration(cost)}, {cost / result.end_to_end_ms:.2f} times as long ({how})")
-    return Group(table, Text("\n".join(lines)))
+        prefilled = f"once in {_duration(result.prefill_ms)}"
+    state = f"; its state is {result.snapshot_bytes / 1e6:,.1f} MB" if result.snapshot_bytes else ""
+    lines.add_row("document", f"{result.document_tokens:,} tokens, prefilled {prefilled}{state}")
+    lines.add_row("end to end", f"{_duration(result.end_to_end_ms)} for {n} branches")
+    if result.strategy != "reprefill":
+        if baseline:
+            cost, how = baseline.end_to_end_ms, "measured in this run"
+        else:
+            cost, how = result.end_to_end_ms + (n - 1) * result.prefill_ms, "computed; --compare measures it"
+        ratio = cost / result.end_to_end_ms
+        lines.add_row(f"{n} re-prefills", f"{_duration(cost)}, {ratio:.2f} times as long ({how})")
+    return Group(table, lines)
 
 
 def _duration(ms: float) -> str:

@@ -179,7 +179,8 @@ class Context:
             Refused before the engine saw anything.
         DecodeError, KeyboardInterrupt
             The engine failed, or Ctrl-C was pressed (it is noticed within one batch). The sequence is put back to
-            what it was before the call. A recurrent model's memory has no way back: its sequence is then empty.
+            what it was before the call. A recurrent model's memory has no way back, nor has a sliding window that
+            has moved on: the sequence is then empty.
         """
         if logits not in ("last", "all", "none"):
             raise InvalidArgumentError(f'logits should be "last", "all" or "none", is {logits!r}')
@@ -244,6 +245,7 @@ class Context:
                     for (tokens, seq), start in zip(work, starts, strict=True):
                         self._cells.add(seq, np.arange(start, start + len(tokens), dtype=np.int32))
             except BaseException:
+                self._outputs.forget_decode()
                 for seq, start in zip(seqs, starts, strict=True):
                     self._roll_back(seq, start)
                 raise
@@ -265,9 +267,12 @@ class Context:
             raise DecodeError(code, runtime.last_reason(log, "the engine gave no reason"))
 
     def _roll_back(self, seq: int, start: int) -> None:
-        if self._next(seq) > start and not C.llama_memory_seq_rm(self._memory, seq, start, -1):
-            C.llama_memory_seq_rm(self._memory, seq, -1, -1)
-            start = 0
+        if self._next(seq) > start:
+            _, lost, needed = self._window(seq, start)
+            if lost > needed or not C.llama_memory_seq_rm(self._memory, seq, start, -1):
+                C.llama_memory_seq_rm(self._memory, seq, -1, -1)
+                self._outputs.drop(seq)
+                start = 0
         if self._cells:
             self._cells.remove(seq, start, 2**31 - 1)
 
@@ -372,19 +377,22 @@ class Context:
                     self._cells.share(source, target, end)
             else:
                 self._copy_between_streams(pointer, source, target)
-            self._outputs.copy(source, target)
+            if end == self._next(source):
+                self._outputs.copy(source, target)
+            else:
+                self._outputs.drop(target)
 
     def _copy_between_streams(self, pointer: Any, source: int, target: int) -> None:
         state = np.empty(C.llama_state_seq_get_size(pointer, source), np.uint8)
         data = ffi.from_buffer("uint8_t[]", state)
-        positions = np.arange(C.llama_memory_seq_pos_min(self._memory, source), self._next(source), dtype=np.int32)
+        assert self._cells is not None
+        positions = self._cells.positions(source)
         self.remove(target)
         if len(positions):
             n = C.llama_state_seq_get_data(pointer, data, len(state), source)
             if n != len(state) or C.llama_state_seq_set_data(pointer, data, n, target) != n:
                 raise ContextFullError(len(positions), self.cells_free(target), self.n_ctx_seq, "copy")
-            if self._cells:
-                self._cells.add(target, positions)
+            self._cells.add(target, positions)
 
     def remove(self, seq: int, begin: int = 0, end: int | None = None) -> None:
         """Remove the tokens at positions begin … end−1 from a sequence; by default all.
@@ -408,17 +416,25 @@ class Context:
                     raise PartialRemovalError(
                         f"a recurrent state of {n} tokens cannot lose tokens {begin} to {end - 1}"
                     )
-                lost = C.llama_memory_seq_pos_min(self._memory, seq)
-                needed = max(0, begin - kept.sliding_window)
-                if kept.sliding_window and (end < n or lost > needed):
+                window, lost, needed = self._window(seq, begin)
+                if window and end < n:
+                    raise PartialRemovalError(f"a sliding window of {window} tokens can only lose its end")
+                if lost > needed:
                     raise PartialRemovalError(
-                        f"the sliding window of {kept.sliding_window} tokens no longer holds positions {needed} to "
-                        f"{lost - 1}, which going back to {begin} needs"
+                        f"the sliding window of {window} tokens no longer holds positions {needed} to {lost - 1}, "
+                        f"which going back to {begin} needs"
                     )
             C.llama_memory_seq_rm(self._memory, seq, begin, end if end < n else -1)
             if self._cells:
                 self._cells.remove(seq, begin, end)
             self._outputs.drop(seq)
+
+    def _window(self, seq: int, begin: int) -> tuple[int, int, int]:
+        """Sliding window in tokens (0: none), the first position it still holds, and the first that `begin` looks to."""
+        window = self.model.capabilities.sliding_window
+        if not window:
+            return 0, 0, 0
+        return window, int(C.llama_memory_seq_pos_min(self._memory, seq)), max(0, begin - window + 1)
 
     def clear(self) -> None:
         """Remove every sequence."""

@@ -74,6 +74,8 @@ def check_context(
     ):
         if not low <= operator.index(value) <= high:
             raise InvalidArgumentError(f"{name} should be {low} to {high}, is {value}")
+    if n_batch < n_seq_max:  # the engine keeps a row of logits for each sequence, and asserts that a batch has as many
+        raise InvalidArgumentError(f"n_batch should be at least n_seq_max, {n_seq_max}, is {n_batch}")
     if flash_attn not in ("auto", True, False):
         raise InvalidArgumentError(f'flash_attn should be "auto", True or False, is {flash_attn!r}')
     if not kv_unified and n_ctx < n_seq_max:

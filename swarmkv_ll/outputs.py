@@ -68,15 +68,17 @@ class Outputs:
         most = max(int(output[i : i + n_batch].sum()) for i in range(0, len(output), n_batch))
         if most > self._capacity and self._view is not None and self._view() is not None:
             raise LiveViewsError(f"logits buffer of {self._capacity} rows, too small for {most},", 1)
-        self._capacity = max(self._capacity, most)
-        self._forget_decode()
+        self.forget_decode()
 
     def collect(self, n_rows: int, *, last: bool) -> None:
         """After an engine batch: keep its rows, unless they stay in the engine's memory as the last ones."""
+        self._capacity = max(self._capacity, n_rows)
         if last:
             self._in_engine = n_rows
         elif n_rows:
-            self._copied.append(self._engine_rows(n_rows).copy())
+            rows = self._engine_rows(n_rows).copy()
+            rows.flags.writeable = False
+            self._copied.append(rows)
 
     def advance(self, seq: int, row: int | None) -> None:
         """`seq` has been decoded; `row` is the one after its last token, if that was asked for."""
@@ -105,7 +107,7 @@ class Outputs:
 
     def clear(self) -> None:
         """No sequence stands anywhere."""
-        self._forget_decode()
+        self.forget_decode()
         self._restored.clear()
 
     def everything(self) -> Logits:
@@ -128,7 +130,8 @@ class Outputs:
             at -= len(rows)
         return cast("Logits", self._engine_rows(self._in_engine)[at])
 
-    def _forget_decode(self) -> None:
+    def forget_decode(self) -> None:
+        """The last decode has left no rows; those that came with a restore stay."""
         self._row_of.clear()
         self._copied.clear()
         self._in_engine = 0

@@ -75,7 +75,7 @@ def test_strategies_print_the_same_answer(files: Path) -> None:
 def test_table_says_where_the_baseline_comes_from(files: Path) -> None:
     done = fanout(files, "--prompts", "prompts.txt")
     assert (done.returncode, done.stderr) == (0, "")
-    for word in ("When?", "first token", "restore", "prefilled once", "computed from this run"):
+    for word in ("When?", "first token", "restore", "prefilled once", "computed; --compare measures it"):
         assert word in done.stdout
     done = fanout(files, "--prompts", "prompts.txt", "--compare")
     assert (done.returncode, done.stderr) == (0, "")
