@@ -232,7 +232,12 @@ class Snapshot:
         Notes
         -----
         Logits that follow are bit-identical to those of an uninterrupted context for equal batch splits, KV types,
-        threads and engine. When this returns, the engine no longer reads the snapshot's bytes.
+        threads and engine, in a context or stream of the sequence's own. The engine sums over cells; where they come to
+        lie elsewhere (beside other sequences in a unified cache; in a sliding window, whose passed cells are left out)
+        the bits are still the same with flash attention for batches of fewer than 64 tokens and cells in order, and
+        the values equal up to rounding otherwise.
+
+        When this returns, the engine no longer reads the snapshot's bytes.
         """
         with ctx._lock, self._using():
             compatible = self.can_restore(ctx, seq)
