@@ -454,6 +454,7 @@ class _Progress:
 
 
 def _keep_progress_error(_: Any, error: BaseException, traceback: Any) -> None:
+    # Not a try in the callback: Python raises Ctrl-C on entering it, before any line of its body.
     progress = ffi.from_handle(traceback.tb_frame.f_locals["user_data"])
     progress.error = error
 

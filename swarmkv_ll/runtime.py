@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import threading
@@ -25,7 +26,13 @@ _LEVELS = {
 _captured = threading.local()
 
 
-@ffi.def_extern()  # type: ignore[untyped-decorator]
+def _pass_on_interrupt(kind: type[BaseException], _error: BaseException, _traceback: object) -> None:
+    """Ctrl-C was noticed inside the log callback, which cannot raise: have Python notice it again after the call."""
+    if issubclass(kind, KeyboardInterrupt):
+        _thread.interrupt_main()
+
+
+@ffi.def_extern(onerror=_pass_on_interrupt)  # type: ignore[untyped-decorator]
 def skv_on_log(level: int, text: Any) -> None:
     severity = _LEVELS.get(level, logging.INFO)
     lines: list[str] | None = getattr(_captured, "lines", None)
