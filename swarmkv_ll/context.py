@@ -500,7 +500,10 @@ class Context:
     def close(self) -> None:
         """Free the KV memory, once no view of its logits is left. Does nothing the second time."""
         with self._lock:
-            self._owned = None
+            handle, self._owned = self._owned, None
+            # Freed here, not by a finalizer, which would swallow a Ctrl-C; but not under a view.
+            if handle and not self._outputs.viewed:
+                handle.free()
             self._outputs = None  # type: ignore[assignment]  # it holds the handle too
 
     @property

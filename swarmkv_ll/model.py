@@ -333,7 +333,10 @@ class Model:
 
     def close(self) -> None:
         """Let go of the weights; they are freed when the last context on them is. Does nothing the second time."""
-        self._owned = None
+        handle, self._owned = self._owned, None
+        # Freed here if nobody else needs it, not by a finalizer: that would swallow a Ctrl-C.
+        if handle and not handle.contexts:
+            handle.free()
 
     @property
     def closed(self) -> bool:
@@ -370,7 +373,9 @@ class ModelHandle:
 
     def __init__(self, pointer: Any) -> None:
         self.pointer = pointer
-        weakref.finalize(self, C.llama_model_free, pointer).atexit = False
+        self.contexts: weakref.WeakSet[object] = weakref.WeakSet()
+        self.free = weakref.finalize(self, C.llama_model_free, pointer)
+        self.free.atexit = False
 
 
 class ModelFile:

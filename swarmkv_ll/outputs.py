@@ -20,7 +20,9 @@ class ContextHandle:
 
     def __init__(self, pointer: Any, parent: ModelHandle) -> None:
         self.pointer, self.parent = pointer, parent
-        weakref.finalize(self, _free_context, pointer, parent).atexit = False
+        parent.contexts.add(self)
+        self.free = weakref.finalize(self, _free_context, pointer, parent)
+        self.free.atexit = False
 
 
 def _free_context(pointer: Any, _parent: ModelHandle) -> None:
@@ -63,10 +65,15 @@ class Outputs:
         self._row_of: dict[int, int] = {}  # sequence: row after its last token, counted over both
         self._restored: dict[int, Logits] = {}  # sequence: row that came with its snapshot
 
+    @property
+    def viewed(self) -> bool:
+        """Whether a view of the engine's buffer is alive."""
+        return self._view is not None and self._view() is not None
+
     def begin(self, output: npt.NDArray[np.int8], n_batch: int) -> None:
         """Before a decode. Refuses one that would make the engine move its buffer away under a live view."""
         most = max(int(output[i : i + n_batch].sum()) for i in range(0, len(output), n_batch))
-        if most > self._capacity and self._view is not None and self._view() is not None:
+        if most > self._capacity and self.viewed:
             raise LiveViewsError(f"logits buffer of {self._capacity} rows, too small for {most},", 1)
         self.forget_decode()
 

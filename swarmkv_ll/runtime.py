@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import logging
 import threading
@@ -23,37 +22,25 @@ _LEVELS = {
     C.GGML_LOG_LEVEL_WARN: logging.WARNING,
     C.GGML_LOG_LEVEL_ERROR: logging.ERROR,
 }
-_captured = threading.local()
-
-
-def _pass_on_interrupt(kind: type[BaseException], _error: BaseException, _traceback: object) -> None:
-    """Ctrl-C was noticed inside the log callback, which cannot raise: have Python notice it again after the call."""
-    if issubclass(kind, KeyboardInterrupt):
-        _thread.interrupt_main()
-
-
-@ffi.def_extern(onerror=_pass_on_interrupt)  # type: ignore[untyped-decorator]
-def skv_on_log(level: int, text: Any) -> None:
-    severity = _LEVELS.get(level, logging.INFO)
-    lines: list[str] | None = getattr(_captured, "lines", None)
-    if lines is None and not logger.isEnabledFor(severity):
-        return
-    line = ffi.string(text).decode(errors="replace").rstrip()
-    if lines is not None:
-        lines.append(line)
-    logger.log(severity, "%s", line)
 
 
 @contextlib.contextmanager
 def engine_log() -> Iterator[list[str]]:
-    """Collect what the engine logs in this thread during the block, to say why a call failed."""
-    outer = getattr(_captured, "lines", None)
+    """Around an engine call: hand its log on to `logger`, and collect this thread's lines to say why it failed.
+
+    The list is filled when the block ends.
+    """
     lines: list[str] = []
-    _captured.lines = lines
+    C.skv_begin_log(logger.isEnabledFor(logging.DEBUG))
     try:
         yield lines
     finally:
-        _captured.lines = outer
+        out = ffi.new("char[1024]")
+        while level := C.skv_take_log(out, len(out)):
+            line = ffi.string(out).decode(errors="replace").rstrip()
+            lines.append(line)
+            logger.log(_LEVELS.get(level, logging.INFO), "%s", line)
+        C.skv_end_log()
 
 
 def last_reason(lines: list[str], default: str) -> str:

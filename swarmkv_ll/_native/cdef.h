@@ -203,6 +203,9 @@ const char * skv_built_stamp(void);
 const char * skv_loaded_stamp(void);
 const char * skv_library_path(void);
 void skv_route_log(void);
+void skv_begin_log(bool debug);
+void skv_end_log(void);
+int skv_take_log(char * out, size_t size);
 void skv_memmove(void * dst, const void * src, size_t n_bytes);
 int skv_advise_huge(void * ptr, size_t n_bytes);
 int skv_prefault(void * ptr, size_t n_bytes);
@@ -210,6 +213,5 @@ int skv_lock(void * ptr, size_t n_bytes);
 void skv_unlock(void * ptr, size_t n_bytes);
 bool skv_poll_interrupt(void * data);
 
-extern "Python" void skv_on_log(int level, const char * text);
 extern "Python" bool skv_on_progress(float progress, void * user_data);
 extern "Python" bool skv_on_interrupt(void * data);

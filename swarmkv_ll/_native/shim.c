@@ -1,6 +1,6 @@
 /*
  * The few things cffi cannot do by itself: a memmove that runs without the GIL, advice and locks for host memory,
- * the engine's log line by line, a Ctrl-C check inside a long decode, and which engine is really loaded.
+ * the engine's log kept line by line, a Ctrl-C check inside a long decode, and which engine is really loaded.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -23,7 +24,6 @@
 #error "SKV_BUILT_STAMP comes from build.py"
 #endif
 
-static void skv_on_log(int level, const char * text);
 static bool skv_on_progress(float progress, void * user_data);
 static bool skv_on_interrupt(void * data);
 
@@ -79,44 +79,98 @@ const char * skv_loaded_stamp(void) {
     return stamp;
 }
 
-/* ── the engine's log, handed on in whole lines ── */
+/*
+ * ── the engine's log, kept in whole lines until Python takes them ──
+ *
+ * Python is not called from here: it would notice Ctrl-C on entering the callback, which cannot raise.
+ */
+
+struct line { struct line * next; long owner; int level; char text[]; };
+
+enum { MOST_LINES = 10000 };
 
 static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
-static char log_line[1024];
-static size_t log_used;
-static int log_level;
+static struct line * first_line;
+static struct line ** last_link = &first_line;
+static int n_lines;
 
-/* Python is called after the lock is let go: a thread that waits for the GIL must not hold it. */
-static void on_log(enum ggml_log_level level, const char * text, void * user_data) {
-    (void) user_data;
-    while (*text) {
-        char line[sizeof log_line];
-        int line_level = 0;
+static _Thread_local int collecting;      /* depth of skv_begin_log in this thread */
+static _Thread_local bool wants_debug;
+static _Thread_local char partial[1024];
+static _Thread_local size_t partial_used;
+static _Thread_local int partial_level;
+
+static void keep_line(void) {
+    struct line * line = malloc(sizeof *line + partial_used + 1);
+    if (line) {
+        *line = (struct line) { NULL, collecting ? syscall(SYS_gettid) : 0, partial_level };
+        memcpy(line->text, partial, partial_used);
+        line->text[partial_used] = 0;
         pthread_mutex_lock(&log_lock);
-        if (level != GGML_LOG_LEVEL_CONT) {
-            log_level = level;
-        }
-        while (*text && !line_level) {
-            const bool full = log_used == sizeof log_line - 1;
-            if (*text == '\n' || full) {
-                memcpy(line, log_line, log_used);
-                line[log_used] = 0;
-                line_level = log_used ? log_level : 0;
-                log_used = 0;
-                text += !full;
-            } else {
-                log_line[log_used++] = *text++;
-            }
+        *last_link = line;
+        last_link = &line->next;
+        if (++n_lines > MOST_LINES) {
+            struct line * oldest = first_line;
+            first_line = oldest->next;
+            n_lines--;
+            free(oldest);
         }
         pthread_mutex_unlock(&log_lock);
-        if (line_level) {
-            skv_on_log(line_level, line);
+    }
+}
+
+static void on_log(enum ggml_log_level level, const char * text, void * user_data) {
+    (void) user_data;
+    if (level != GGML_LOG_LEVEL_CONT) {
+        partial_level = level;
+    }
+    if (partial_level == GGML_LOG_LEVEL_DEBUG && !wants_debug) {
+        return;
+    }
+    for (; *text; text++) {
+        const bool ends = *text == '\n' || partial_used == sizeof partial - 1;
+        if (ends && partial_used) {
+            keep_line();
+            partial_used = 0;
+        }
+        if (*text != '\n') {
+            partial[partial_used++] = *text;
         }
     }
 }
 
-void skv_route_log(void) {
-    llama_log_set(on_log, NULL);
+void skv_route_log(void) { llama_log_set(on_log, NULL); }
+
+/* From here to skv_end_log, lines logged in this thread are for this thread to take; others are for whoever comes. */
+void skv_begin_log(bool debug) {
+    collecting++;
+    wants_debug = debug;
+}
+
+void skv_end_log(void) { collecting--; }
+
+/* Takes the oldest line of this thread or of none; returns its level, 0 if there is none. */
+int skv_take_log(char * out, size_t size) {
+    const long me = syscall(SYS_gettid);
+    struct line * found = NULL;
+    pthread_mutex_lock(&log_lock);
+    for (struct line ** link = &first_line; *link; link = &(*link)->next) {
+        if ((*link)->owner == me || (*link)->owner == 0) {
+            found = *link;
+            *link = found->next;
+            last_link = found->next ? last_link : link;
+            n_lines--;
+            break;
+        }
+    }
+    pthread_mutex_unlock(&log_lock);
+    if (!found) {
+        return 0;
+    }
+    const int level = found->level ? found->level : GGML_LOG_LEVEL_INFO;
+    snprintf(out, size, "%s", found->text);
+    free(found);
+    return level;
 }
 
 /* ── host memory; cffi lets the GIL go around each of these ── */
