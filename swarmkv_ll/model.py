@@ -143,10 +143,7 @@ class Model:
         -------
         ndarray of int32, shape (n_tokens,)
         """
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise TokenizeError(f"text is not valid Unicode: {error}") from None
+        data = _utf8(text)
         room = len(data) + 16
         out = np.empty(room, np.int32)
         n = C.llama_tokenize(
@@ -241,10 +238,10 @@ class Model:
         template = self.chat_template
         if template is None:
             raise TokenizeError("this model has no chat template")
-        messages = list(messages)
-        if any("\0" in message["content"] for message in messages):
+        texts = [(message["role"], message["content"]) for message in messages]
+        if any("\0" in text for pair in texts for text in pair):
             raise TokenizeError("a message holds a NUL character, which ends a C string")
-        keep = [(ffi.new("char[]", m["role"].encode()), ffi.new("char[]", m["content"].encode())) for m in messages]
+        keep = [(ffi.new("char[]", _utf8(role)), ffi.new("char[]", _utf8(content))) for role, content in texts]
         chat = ffi.new("llama_chat_message[]", len(keep))
         for slot, (role, content) in zip(chat, keep, strict=True):
             slot.role, slot.content = role, content
@@ -414,9 +411,12 @@ class ModelFile:
         """BLAKE3 over all parts, hex; kept on disk by device, inode, size and time of change."""
         with self._lock:
             if self._fingerprint is None:
-                if tuple(_stat(part) for part in self.parts) != self.stats:
-                    raise ModelLoadError(f"{self.path}: the file has changed since the model was loaded")
-                self._fingerprint = self._read_kept() or self._hash()
+                try:
+                    if tuple(_stat(part) for part in self.parts) != self.stats:
+                        raise ModelLoadError(f"{self.path}: the file has changed since the model was loaded")
+                    self._fingerprint = self._read_kept() or self._hash()
+                except OSError as error:
+                    raise ModelLoadError(f"{self.path}: {error.strerror}") from None
             return self._fingerprint
 
     @property
@@ -443,6 +443,13 @@ class ModelFile:
     def same_as(self, other: ModelFile) -> bool:
         """Whether both are the same model; hashes only if it has to."""
         return self.stats == other.stats or self.fingerprint == other.fingerprint
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizeError(f"text is not valid Unicode: {error}") from None
 
 
 def _stat(path: Path) -> tuple[int, int, int, int]:
