@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -65,6 +66,13 @@ def close(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], atol: float = 
 def differs(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
     """More than rounding can explain."""
     return a.shape == b.shape and bool(np.abs(a - b).max() > 0.5)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    gc.collect()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_python(
