@@ -219,7 +219,9 @@ class _Answer:
         self.first = 0.0
 
     def step(self, ctx: Context, seq: int) -> int | None:
-        """Sample the next token; None when the answer is complete."""
+        """Sample the next token; None when the answer is complete, or the whole run is being stopped."""
+        if self.run.stopping.is_set():
+            return None
         branch, model = self.branch, self.run.model
         token = self.sampler.sample(ctx.logits(seq))
         if not self.first:
@@ -258,6 +260,7 @@ class _Run:
     branch_tokens: int
     n_threads: int | None
     telling: threading.Lock = field(default_factory=threading.Lock)
+    stopping: threading.Event = field(default_factory=threading.Event)
 
     def shared(self, n_ctx: int | None, n_parallel: int | None) -> None:
         n_parallel = min(n_parallel or 64, len(self.questions), 255)
@@ -307,7 +310,8 @@ class _Run:
                 try:
                     for job in jobs:
                         job.result()
-                except BaseException:
+                except BaseException:  # one failed, or Ctrl-C: the others end at their next token
+                    self.stopping.set()
                     workers.shutdown(wait=False, cancel_futures=True)
                     raise
 
