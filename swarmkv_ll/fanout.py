@@ -15,7 +15,7 @@ import codecs
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -308,7 +308,7 @@ class _Run:
             with ThreadPoolExecutor(n_parallel) as workers:
                 jobs = [workers.submit(self._branch, i, document, pool) for i in range(len(self.questions))]
                 try:
-                    for job in jobs:
+                    for job in as_completed(jobs):
                         job.result()
                 except BaseException:  # one failed, or Ctrl-C: the others end at their next token
                     self.stopping.set()
