@@ -157,6 +157,8 @@ def fan_out(
     """
     if strategy not in STRATEGIES:
         raise InvalidArgumentError(f"strategy should be one of {', '.join(STRATEGIES)}, is {strategy!r}")
+    if isinstance(prompts, str):
+        raise InvalidArgumentError("prompts should be a sequence of prompts, is one text")
     if max_tokens < 1 or not len(prompts) or (n_parallel is not None and n_parallel < 1):
         raise InvalidArgumentError(
             f"max_tokens and n_parallel should be at least 1 and prompts not empty, "
