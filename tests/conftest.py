@@ -2,62 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import tiny_models
+from helpers import Files, Models
 
 if TYPE_CHECKING:
     from swarmkv_ll import Model
 
-WRITERS: dict[str, Callable[[Path], None]] = {
-    "llama": tiny_models.write_llama,
-    "gemma2": tiny_models.write_gemma2,
-    "mamba": tiny_models.write_mamba,
-    "jamba": tiny_models.write_jamba,
-    "bos": lambda path: tiny_models.write_llama(path, add_bos=True),
-    "ends": lambda path: tiny_models.write_llama(path, eos_gain=1.5),
-    "deeper": lambda path: tiny_models.write_llama(path, n_layer=5),
-    "head48": lambda path: tiny_models.write_llama(path, n_head_dim=48),
-}
-
-
-class Files:
-    """GGUF files by name, each written when first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __getitem__(self, name: str) -> Path:
-        path = self.folder / f"{name}.gguf"
-        if not path.exists():
-            if name == "changed":
-                tiny_models.change_one_weight(self["llama"], path)
-            else:
-                WRITERS[name](path)
-        return path
-
-
-class Models:
-    """Loaded models by name, shared by all tests; one that closes or changes a model loads its own."""
-
-    def __init__(self, files: Files) -> None:
-        self.files = files
-        self.loaded: dict[str, Model] = {}
-
-    def __getitem__(self, name: str) -> Model:
-        from swarmkv_ll import Model
-
-        if name not in self.loaded:
-            self.loaded[name] = Model(self.files[name])
-        return self.loaded[name]
-
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Tiny models as files: `files["llama"]` is a path; names in `WRITERS`, and "changed" (one weight of "llama")."""
+    """Tiny models as files: `files["llama"]` is a path; names in `helpers.WRITERS`, and "changed" (one weight of "llama")."""
     return Files(tmp_path_factory.mktemp("models"))
 
 

@@ -1,4 +1,4 @@
-"""What several test files share: inputs, contexts with fixed options, subprocesses."""
+"""What several test files share: models, inputs, contexts with fixed options, subprocesses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import tiny_models
 
 if TYPE_CHECKING:
     from swarmkv_ll import Context, Model
@@ -25,6 +27,49 @@ WITH_CELLS = (ATTENTION, SLIDING, HYBRID)
 
 N_BATCH, N_UBATCH = 128, 64
 """Small enough that short prefixes cross their borders."""
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "llama": tiny_models.write_llama,
+    "gemma2": tiny_models.write_gemma2,
+    "mamba": tiny_models.write_mamba,
+    "jamba": tiny_models.write_jamba,
+    "bos": lambda path: tiny_models.write_llama(path, add_bos=True),
+    "ends": lambda path: tiny_models.write_llama(path, eos_gain=1.5),
+    "deeper": lambda path: tiny_models.write_llama(path, n_layer=5),
+    "head48": lambda path: tiny_models.write_llama(path, n_head_dim=48),
+}
+
+
+class Files:
+    """GGUF files by name, each written when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, name: str) -> Path:
+        path = self.folder / f"{name}.gguf"
+        if not path.exists():
+            if name == "changed":
+                tiny_models.change_one_weight(self["llama"], path)
+            else:
+                WRITERS[name](path)
+        return path
+
+
+class Models:
+    """Loaded models by name, shared by all tests; one that closes or changes a model loads its own."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.loaded: dict[str, Model] = {}
+
+    def __getitem__(self, name: str) -> Model:
+        from swarmkv_ll import Model
+
+        if name not in self.loaded:
+            self.loaded[name] = Model(self.files[name])
+        return self.loaded[name]
 
 
 def text_tokens(n: int, seed: int = 0) -> npt.NDArray[np.int32]:

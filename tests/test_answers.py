@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Models
 from helpers import (
     ATTENTION,
     BRANCH,
@@ -20,6 +19,7 @@ from helpers import (
     N_UBATCH,
     RECURRENT,
     SLIDING,
+    Models,
     all_logits,
     close,
     differs,
@@ -105,6 +105,13 @@ def snapshot_of_restored(ctx: Context, snapshot: Snapshot) -> Place:
     return ctx, 1
 
 
+def snapshot_of_a_copy(ctx: Context, snapshot: Snapshot) -> Place:
+    ctx.copy_sequence(0, 2)  # with a unified cache, each cell now belongs to two sequences
+    with ctx.snapshot(snapshot.lease.arena, 2) as second:
+        second.restore(ctx, 1)
+    return ctx, 1
+
+
 WAYS = [
     uncut,
     restore_in_place,
@@ -114,6 +121,7 @@ WAYS = [
     copy_sequence,
     copy_restored,
     snapshot_of_restored,
+    snapshot_of_a_copy,
 ]
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Models
-from helpers import RECURRENT, new_context, run_ok, text_tokens
+from helpers import RECURRENT, Models, new_context, run_ok, text_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from conftest import Models
-from helpers import ATTENTION, HYBRID, SLIDING, WITH_CELLS, new_context, text_tokens
+from helpers import ATTENTION, HYBRID, SLIDING, WITH_CELLS, Models, new_context, text_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

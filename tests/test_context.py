@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Files, Models
 from helpers import (
     ATTENTION,
     BRANCH,
@@ -23,6 +22,8 @@ from helpers import (
     RECURRENT,
     SLIDING,
     WITH_CELLS,
+    Files,
+    Models,
     all_logits,
     close,
     differs,
@@ -487,7 +488,11 @@ INTERRUPT = """
 )
 def test_ctrl_c_stops_a_decode_and_takes_it_back(files: Files, kind: str, left: int, free: int) -> None:
     printed = run_ok(INTERRUPT, files[kind], kind)
-    assert printed.splitlines() == [f"{left} 20 {free}", "True", "True"]
+    # The signal may come before the first batch, and then even recurrent memory is as it was.
+    outcomes = [f"{left} 20 {free}"] if kind in (ATTENTION, SLIDING) else [f"{left} 20 {free}", f"40 20 {free}"]
+    first, *rest = printed.splitlines()
+    assert first in outcomes
+    assert rest == ["True", "True"]
 
 
 def test_ctrl_c_belongs_to_the_main_thread(files: Files) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Files
-from helpers import run_ok, run_python
+from helpers import Files, run_ok, run_python
 
 import swarmkv_ll
 from swarmkv_ll import errors, ffi, runtime

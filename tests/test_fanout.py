@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Models
-from helpers import KINDS, new_context, text_tokens
+from helpers import KINDS, Models, new_context, text_tokens
 from tiny_models import BOS, IM_END, IM_START
 
 from swarmkv_ll import Arena, Context, Model, Sampler, fan_out

@@ -13,8 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from conftest import Files, Models
-from helpers import BRANCH, KINDS, all_logits, identical, new_context, run_ok, run_python, text_tokens, uninterrupted
+from helpers import (
+    BRANCH,
+    KINDS,
+    Files,
+    Models,
+    all_logits,
+    identical,
+    new_context,
+    run_ok,
+    run_python,
+    text_tokens,
+    uninterrupted,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import BOS, EOS, IM_END, IM_START, SLIDING_WINDOW

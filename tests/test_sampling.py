@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import Models
-from helpers import new_context, text_tokens
+from helpers import Models, new_context, text_tokens
 
 from swarmkv_ll import Sampler
 from swarmkv_ll.errors import ClosedError, InvalidArgumentError

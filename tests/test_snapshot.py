@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Models
 from helpers import (
     ATTENTION,
     BRANCH,
@@ -18,6 +17,7 @@ from helpers import (
     RECURRENT,
     SLIDING,
     WITH_CELLS,
+    Models,
     all_logits,
     close,
     differs,
@@ -124,6 +124,19 @@ def test_an_exhausted_arena_leaves_everything_as_it_was(ctx: Context, snapshot: 
     small.close()
     assert identical(ctx.logits(), np.asarray(snapshot.last_logits))
     assert identical(all_logits(ctx, BRANCH), uninterrupted(ctx.model, PREFIX, BRANCH))
+
+
+def test_a_sequence_with_gaps(ctx: Context, arena: Arena) -> None:
+    """Positions are kept, also where a part was removed or the first ones are missing."""
+    ctx.remove(0, 10, 20)
+    ctx.decode(PREFIX, seq=1, pos=100)
+    with new_context(ctx.model, n_seq_max=2) as other:
+        for seq, n_tokens, n_cells in ((0, 40, 30), (1, 140, 40)):
+            with ctx.snapshot(arena, seq) as snapshot:
+                free = other.cells_free()
+                assert snapshot.restore(other, seq) == snapshot.n_tokens == n_tokens
+                assert free - other.cells_free() == n_cells
+            assert close(all_logits(other, BRANCH, seq), all_logits(ctx, BRANCH, seq))
 
 
 def test_fork_into_another_arena(ctx: Context, snapshot: Snapshot) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Files, Models
-from helpers import BRANCH, KINDS, all_logits, identical, new_context, run_ok, text_tokens, uninterrupted
+from helpers import BRANCH, KINDS, Files, Models, all_logits, identical, new_context, run_ok, text_tokens, uninterrupted
 
 from swarmkv_ll import Arena, LlamaGuard, Model
 from swarmkv_ll.errors import ArenaExhaustedError
