@@ -88,7 +88,9 @@ def new_context(model: Model, n_ctx: int = 512, n_seq_max: int = 1, **options: A
 def all_logits(ctx: Context, tokens: npt.ArrayLike, seq: int = 0) -> npt.NDArray[np.float32]:
     """Decode, and give a copy of every token's logits, shape (n_tokens, n_vocab)."""
     ctx.decode(tokens, seq=seq, logits="all")
-    return np.atleast_2d(ctx.logits()).copy()
+    rows = ctx.logits()
+    kept: npt.NDArray[np.float32] = rows.reshape(-1, rows.shape[-1]).copy()
+    return kept
 
 
 def uninterrupted(model: Model, prefix: npt.ArrayLike, branch: npt.ArrayLike, n_ctx: int = 512, **options: Any) -> Any:

@@ -181,7 +181,8 @@ def test_another_context_and_another_thread(models: Models, truth: Any, arena: A
 def test_kv_types_and_flash_attention(
     models: Models, truth: Any, arena: Arena, type_k: str, type_v: str, flash_attn: bool
 ) -> None:
-    model, options = models[ATTENTION], {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
+    model = models[ATTENTION]
+    options: dict[str, Any] = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
     expected = truth(ATTENTION, 100, **options)
     with new_context(model, n_seq_max=2, **options) as ctx, new_context(model, **options) as other:
         ctx.decode(text_tokens(100))

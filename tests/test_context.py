@@ -269,9 +269,9 @@ def test_which_rows_there_are(ctx: Context) -> None:
     ctx.decode(BRANCH, logits="last")
     assert ctx.logits().shape == (n_vocab,)
     ctx.decode(BRANCH, logits="none")
-    for ask in (ctx.logits, lambda: ctx.logits(0), lambda: ctx.logits(1)):
+    for which in (None, 0, 1):
         with pytest.raises(NoLogitsError):
-            ask()
+            ctx.logits(which)
     for seq in (-1, 3):
         with pytest.raises(InvalidArgumentError):
             ctx.logits(seq)
@@ -290,7 +290,7 @@ def test_which_rows_there_are(ctx: Context) -> None:
 @pytest.mark.parametrize("n_batch", [256, 8], ids=["one batch", "many batches"])
 def test_decode_batch_is_separate_decodes(models: Models, kind: str, streams: bool, n_batch: int) -> None:
     """Within rounding, each row with its own sequence, whatever their order and lengths."""
-    options = {"kv_unified": not streams, "type_k": "f32", "type_v": "f32", "n_batch": n_batch}
+    options: dict[str, Any] = {"kv_unified": not streams, "type_k": "f32", "type_v": "f32", "n_batch": n_batch}
     parts = [(text_tokens(n, seed=n), seq) for n, seq in ((11, 2), (1, 0), (30, 3))]
     with new_context(models[kind], 2048, 4, **options) as ctx:
         for seq in range(4):
@@ -465,8 +465,8 @@ INTERRUPT = """
         for again in range(2):
             if not ctx.position():
                 ctx.decode(text_tokens(40))
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             try:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
                 ctx.decode(long)
                 print("not interrupted")
             except KeyboardInterrupt:

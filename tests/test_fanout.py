@@ -334,7 +334,12 @@ def test_a_context_that_holds_the_document_needs_no_restore(models: Models, monk
 
     restores: list[Any] = []
     true = Snapshot.restore
-    monkeypatch.setattr(Snapshot, "restore", lambda self, ctx, seq=0: restores.append(ctx) or true(self, ctx, seq))
+
+    def restore(self: Snapshot, ctx: Context, seq: int = 0) -> int:
+        restores.append(ctx)
+        return true(self, ctx, seq)
+
+    monkeypatch.setattr(Snapshot, "restore", restore)
     run(models["llama"], strategy="snapshot", n_parallel=1)
     assert restores == []
     run(models["llama"], strategy="snapshot", n_parallel=2)

@@ -202,7 +202,7 @@ def test_what_the_callback_raises_comes_out(files: Files, when: float) -> None:
 
 
 def tokens_of(model: Model, text: str, *, special: bool = False, parse: bool = False) -> list[int]:
-    return model.tokenize(text, add_special=special, parse_special=parse).tolist()
+    return [int(token) for token in model.tokenize(text, add_special=special, parse_special=parse)]
 
 
 @settings(deadline=None)
@@ -272,7 +272,8 @@ def test_tokens_out_of_range_never_reach_the_engine(llama: Model) -> None:
 def test_check_tokens_copies_only_if_it_has_to(llama: Model) -> None:
     right = text_tokens(10)
     assert llama.check_tokens(right) is right
-    for other in (right.astype(np.int64), right[::2], right.tolist(), []):
+    others: list[Any] = [right.astype(np.int64), right[::2], right.tolist(), []]
+    for other in others:
         checked = llama.check_tokens(other)
         assert checked.dtype == np.int32
         assert checked.flags.c_contiguous

@@ -54,7 +54,7 @@ def test_does_not_change_the_logits() -> None:
     ],
     ids=str,
 )
-def test_keeps_what_the_parameters_keep(options: dict[str, float], tokens: set[int]) -> None:
+def test_keeps_what_the_parameters_keep(options: dict[str, Any], tokens: set[int]) -> None:
     assert drawn(**options) == tokens
 
 
