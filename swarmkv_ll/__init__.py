@@ -3,7 +3,8 @@
     document ─▶ Context.decode ─▶ Snapshot ─┬─ fork()  one memmove ─▶ restore ─▶ branch decode
                                             └─ share() no copy ─────▶ restore ─▶ branch decode
 
-The engine (`libllama.so`) is loaded when the first name that needs it is used.
+The engine (`libllama.so`) is loaded when the first name that needs it is used. Every exception is in
+`swarmkv_ll.errors` and derives from `SwarmKVError`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from .arena import Arena, Lease
     from .budget import validate_context_budget
     from .context import Context
-    from .fanout import fan_out
+    from .fanout import Branch, FanOut, fan_out
     from .model import Model
     from .runtime import LlamaGuard
     from .sampling import Sampler
@@ -27,7 +28,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Arena": "arena",
+    "Branch": "fanout",
     "Context": "context",
+    "FanOut": "fanout",
     "Lease": "arena",
     "LlamaGuard": "runtime",
     "Model": "model",
@@ -40,7 +43,9 @@ _HOME = {
 
 __all__ = [
     "Arena",
+    "Branch",
     "Context",
+    "FanOut",
     "Lease",
     "LlamaGuard",
     "Model",

@@ -8,6 +8,7 @@ about six times a warm one).
 from __future__ import annotations
 
 import bisect
+import contextlib
 import operator
 import os
 import threading
@@ -46,7 +47,20 @@ class HasState(Protocol):
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """What an arena holds at one moment. All sizes in bytes."""
+    """What an arena holds at one moment. All sizes in bytes.
+
+    Attributes
+    ----------
+    n_bytes, used, free, largest_free : int
+        Size of the slab, leased, free in all, and in the largest free block.
+    n_leases, n_viewed : int
+        Leases held, and how many of them have live numpy views.
+    pinned : {"device", "mlock", None}
+    huge_page_bytes : int
+        How much of the memory mappings around the slab the kernel backs with huge pages.
+    buffer_type : str
+        The engine's name of the buffer type.
+    """
 
     n_bytes: int
     used: int
@@ -144,7 +158,7 @@ class Arena:
 
         The size comes from the engine (`llama_state_seq_get_size`), not from a formula. `options` as for `Arena`.
         """
-        n_snapshots = 1 + _positive(n_branches, "n_branches")
+        n_snapshots = _positive(1 + operator.index(n_branches), "1 + n_branches")
         return cls(n_snapshots * _round_up(ctx.state_size(seq), ALIGNMENT), **options)
 
     def lease(self, n_bytes: int) -> Lease:
@@ -257,8 +271,10 @@ class Arena:
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # An exception on its way out keeps views alive in its frames; it says more than the refusal to close would.
+        with contextlib.suppress(*([LiveViewsError] if kind else [])):
+            self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"pinned={self.pinned!r}"
@@ -277,6 +293,7 @@ class Lease:
 
     def __init__(self, arena: Arena, offset: int, n_bytes: int, capacity: int) -> None:
         self.arena, self.offset, self.n_bytes, self.capacity = arena, offset, n_bytes, capacity
+        self._owner: str | None = None  # who alone may give it back
         self._root: weakref.ref[npt.NDArray[np.uint8]] | None = None
         self._buffer: Any = None
         self._lost = weakref.finalize(self, _lose_lease, arena._lost, offset, capacity)
@@ -310,6 +327,10 @@ class Lease:
         self._check_held()
         return self._buffer
 
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """What numpy makes of a lease: `array`, copied only if it has to be."""
+        return self.array.copy() if copy else self.array if dtype is None else self.array.astype(dtype, copy=False)
+
     def __dlpack__(self, **options: Any) -> Any:
         """Export to another array library without a copy; counts as a live view for as long as it is held there."""
         return self.array.__dlpack__(**options)
@@ -337,7 +358,15 @@ class Lease:
             Released before.
         LiveViewsError
             A view is alive; the lease stays as it is.
+        InvalidArgumentError
+            It belongs to a snapshot, which gives it back when released itself.
         """
+        if self._owner:
+            self._check_held()
+            raise InvalidArgumentError(f"this lease belongs to a {self._owner}: release that instead")
+        self._give_back()
+
+    def _give_back(self) -> None:
         with self.arena._lock:
             self._check_held()
             if self.viewed:
@@ -355,9 +384,10 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if not self.released:
-            self.release()
+    def __exit__(self, kind: object, *_: object) -> None:
+        with contextlib.suppress(*([LiveViewsError] if kind else [])):  # as in Arena
+            if not self.released:
+                self.release()
 
     def __repr__(self) -> str:
         return f"<Lease {self.n_bytes:,} bytes at {self.offset:,}{', released' if self.released else ''}>"

@@ -473,7 +473,9 @@ class Context:
     def _check_seq(self, seq: int) -> int:
         seq = operator.index(seq)
         if not 0 <= seq < self.n_seq_max:
-            raise InvalidArgumentError(f"sequence should be 0 to {self.n_seq_max - 1}, is {seq}")
+            raise InvalidArgumentError(
+                f"sequence should be 0 to {self.n_seq_max - 1} (n_seq_max={self.n_seq_max}), is {seq}"
+            )
         return seq
 
     def _check_start(self, seq: int, pos: int | None) -> int:

@@ -51,13 +51,19 @@ def examine() -> dict[str, Any]:
             "available": available_memory(),
             "pinned": pinned,
             "pin_error": pin_error,
-            "lock_limit": None if limit == resource.RLIM_INFINITY else limit,
+            "lock_limit": None if limit == resource.RLIM_INFINITY or _may_lock_all() else limit,
             "huge_pages": _huge_page_mode(),
             "huge_page_share": stats.huge_page_bytes / stats.n_bytes,
         },
         "model": cached,
         "python": platform.python_version(),
     }
+
+
+def _may_lock_all() -> bool:
+    """Whether the lock limit does not apply to this process: it has the capability CAP_IPC_LOCK (14)."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return any(line.startswith("CapEff:") and int(line.split()[1], 16) >> 14 & 1 for line in file)
 
 
 def _huge_page_mode() -> str:

@@ -86,7 +86,7 @@ class FanOut:
     snapshot_bytes : int
         Size of the document's state; 0 if none was exported.
     end_to_end_ms : float
-        All of it, from the first token of the document to the last one of the last branch; without loading the model.
+        All of it, contexts made and closed included; without loading the model.
     branches : list of Branch
         In the order of the prompts.
     """
@@ -132,7 +132,7 @@ def fan_out(
         Longest answer.
     strategy : {"shared", "snapshot", "reprefill"}
     sampler : Sampler, optional
-        Cloned for each branch; greedy by default.
+        Greedy by default. Each branch gets one of its kind, with seed + index (`Sampler.for_branch`).
     on_token : callable, optional
         ``on_token(index, text)`` as an answer grows; whole characters. One call at a time.
     on_prefill : callable, optional
@@ -140,12 +140,17 @@ def fan_out(
     chat : bool
         Wrap document and prompt into one user turn of the model's chat template.
     n_ctx : int, optional
-        Size of each context; by default what is needed.
+        Size of each context; by default what is needed: document, longest prompt, answer, and 128 tokens of headroom.
     n_parallel : int, optional
         Branches at once: in one batch ("shared": by default as many as fit, at most 64), or contexts in threads
         ("snapshot": 1 by default). More prompts than that run in waves.
     n_threads : int, optional
         As for `Model.context`.
+
+    Returns
+    -------
+    FanOut
+        Its `branches` (each a `Branch` with `prompt`, `text`, `tokens` and times) stand in the order of the prompts.
 
     Raises
     ------
@@ -159,15 +164,21 @@ def fan_out(
         raise InvalidArgumentError(f"strategy should be one of {', '.join(STRATEGIES)}, is {strategy!r}")
     if isinstance(prompts, str):
         raise InvalidArgumentError("prompts should be a sequence of prompts, is one text")
-    if max_tokens < 1 or not len(prompts) or (n_parallel is not None and n_parallel < 1):
-        raise InvalidArgumentError(
-            f"max_tokens and n_parallel should be at least 1 and prompts not empty, "
-            f"are {max_tokens}, {n_parallel} and {len(prompts)} long"
-        )
+    if not len(prompts):
+        raise InvalidArgumentError("there should be at least one prompt")
+    for name, value, most in (
+        ("max_tokens", max_tokens, 2**31),
+        ("n_parallel", n_parallel, 2**31),
+        ("n_ctx", n_ctx, model.n_ctx_train),
+    ):
+        if value is not None and not 1 <= value <= most:
+            trained = ", what the model was trained on" if name == "n_ctx" else ""
+            raise InvalidArgumentError(f"{name} should be 1 to {most}{trained}, is {value}")
+    if sampler is not None and not hasattr(sampler, "for_branch"):
+        raise InvalidArgumentError(f"sampler should be a Sampler, is {type(sampler).__name__}")
     prefix, questions = document_and_prompts(model, document, prompts, chat)
     branch_tokens = max(len(question) for question in questions) + max_tokens
-    longest = model.n_ctx_train if n_ctx is None else min(n_ctx, model.n_ctx_train)
-    validate_context_budget(len(prefix), branch_tokens, longest, HEADROOM)
+    validate_context_budget(len(prefix), branch_tokens, n_ctx or model.n_ctx_train, HEADROOM)
 
     result = FanOut(model.path.name, strategy, len(prefix))
     result.branches = [Branch(_shown(model, prompt)) for prompt in prompts]
@@ -215,7 +226,7 @@ class _Answer:
 
     def __init__(self, run: _Run, index: int) -> None:
         self.run, self.branch, self.index = run, run.result.branches[index], index
-        self.sampler = run.sampler.clone()
+        self.sampler = run.sampler.for_branch(index)
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.begin = perf_counter()
         self.first = 0.0
@@ -375,9 +386,11 @@ def document_and_prompts(
         else model.check_tokens(prompt)
         for prompt in prompts
     ]
-    empty = [i for i, question in enumerate(questions) if not len(question)]
+    empty = [i for i, question in enumerate(questions, start=1) if not len(question)]
     if empty or not len(prefix):
-        raise InvalidArgumentError(f"{'document' if not len(prefix) else f'prompt {empty[0]}'} holds no tokens")
+        raise InvalidArgumentError(
+            f"{'document' if not len(prefix) else f'prompt {empty[0]} of {len(prompts)}'} holds no tokens"
+        )
     return prefix, questions
 
 
@@ -386,7 +399,9 @@ def chat_tokens(model: Model, document: str, prompts: Sequence[str]) -> tuple[To
 
     Only the template's own parts may hold control tokens; ``<|…|>`` in the texts is plain text.
     """
-    empty = ["document"] * (not document.strip()) + [f"prompt {i}" for i, p in enumerate(prompts) if not p.strip()]
+    empty = ["document"] * (not document.strip()) + [
+        f"prompt {i} of {len(prompts)}" for i, p in enumerate(prompts, start=1) if not p.strip()
+    ]
     if empty:
         raise InvalidArgumentError(f"{empty[0]} holds no text")
     mark = "\x1fdocument\x1fprompt\x1f"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ class Sampler:
         for name, value, wanted, ok in checks:
             if not ok:
                 raise InvalidArgumentError(f"{name} should be {wanted}, is {value}")
+        self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
         links = [C.llama_sampler_init_greedy()]
         if temperature > 0:
             links = [C.llama_sampler_init_top_k(top_k)] if top_k else []
@@ -102,9 +104,14 @@ class Sampler:
         C.llama_sampler_accept(self._ptr, token)
         return token
 
+    def for_branch(self, index: int) -> Sampler:
+        """A sampler of the same kind for one of several branches: seeded with seed + index, or anew without a seed."""
+        seed = self.seed if self.seed == RANDOM_SEED else (self.seed + index) % RANDOM_SEED
+        return Sampler(self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=seed)
+
     def clone(self) -> Sampler:
         """Another sampler in the same state."""
-        twin = object.__new__(Sampler)
+        twin = copy(self)
         twin._own(C.llama_sampler_clone(self._ptr))
         return twin
 

@@ -37,12 +37,19 @@ class Reason:
     actual: object
 
     def __str__(self) -> str:
-        return f"{self.field} should be {self.expected}, is {self.actual}"
+        hint = " (1 with kv_unified=True, else n_seq_max)" if self.field == "n_stream" else ""
+        return f"{self.field} should be {self.expected}, is {self.actual}{hint}"
 
 
 @dataclass(frozen=True)
 class Compatibility:
-    """Whether a snapshot can be restored into a context, with every reason against it. True if it can."""
+    """Whether a snapshot can be restored into a context. True if it can.
+
+    Attributes
+    ----------
+    reasons : tuple of Reason
+        Everything that is against it.
+    """
 
     reasons: tuple[Reason, ...]
 
@@ -113,6 +120,7 @@ class Snapshot:
         self.n_tokens, self.tokens, self.last_logits = n_tokens, tokens, last_logits
         self.n_bytes = lease.n_bytes
         self._held = True
+        lease._owner = "snapshot"
 
     @classmethod
     def take(cls, ctx: Context, arena: Arena, seq: int = 0, *, tokens: npt.ArrayLike | None = None) -> Snapshot:
@@ -198,6 +206,8 @@ class Snapshot:
 
     def can_restore(self, ctx: Context, seq: int = 0) -> Compatibility:
         """Every reason against restoring into sequence `seq` of `ctx`, as data. Changes nothing."""
+        if not isinstance(ctx, Context):
+            raise InvalidArgumentError(f"expected a Context, got {type(ctx).__name__}")
         with ctx._lock:
             ctx._ptr  # noqa: B018 - raises after close
             mine, theirs = self._origin, _Origin.of(ctx)
@@ -216,6 +226,9 @@ class Snapshot:
 
     def restore(self, ctx: Context, seq: int = 0) -> int:
         """Put this state into sequence `seq` of `ctx`, in place of what it held.
+
+        The context needs the same model, KV types, flash attention and number of streams, and as many free cells;
+        `can_restore` tells. The state's structure is checked first; K and V values are taken as they are.
 
         Returns
         -------
@@ -239,6 +252,8 @@ class Snapshot:
 
         When this returns, the engine no longer reads the snapshot's bytes.
         """
+        if not isinstance(ctx, Context):
+            raise InvalidArgumentError(f"expected a Context, got {type(ctx).__name__}")
         with ctx._lock, self._using():
             compatible = self.can_restore(ctx, seq)
             if not compatible:
@@ -272,7 +287,7 @@ class Snapshot:
         with self._holders.lock:
             self._check_held()
             if self._holders.count == 1:
-                self.lease.release()
+                self.lease._give_back()
             self._holders.count -= 1
             self._held = False
 
@@ -298,14 +313,15 @@ class Snapshot:
                 self._holders.count -= 1
                 if self._holders.count == 0:
                     with suppress(LiveViewsError):  # then the lease goes back when the view does
-                        self.lease.release()
+                        self.lease._give_back()
 
     def __enter__(self) -> Snapshot:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._held:
-            self.release()
+    def __exit__(self, kind: object, *_: object) -> None:
+        with suppress(*([LiveViewsError] if kind else [])):  # as in Arena
+            if self._held:
+                self.release()
 
     def __repr__(self) -> str:
         return f"<Snapshot {self.n_tokens:,} tokens, {self.n_bytes:,} bytes{', released' if self.released else ''}>"

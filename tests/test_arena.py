@@ -468,5 +468,7 @@ def test_for_branches_has_room_for_the_snapshot_and_its_forks(models: Models) ->
                     with pytest.raises(ArenaExhaustedError):
                         snapshot.fork()
                 assert arena.pinned is None
+            with Arena.for_branches(ctx, 0, seq=1) as arena, ctx.snapshot(arena, 1) as snapshot, snapshot.share():
+                assert arena.stats().free == 0
             with pytest.raises(InvalidArgumentError):
-                Arena.for_branches(ctx, 0)
+                Arena.for_branches(ctx, -1)

@@ -83,6 +83,19 @@ def test_table_says_where_the_baseline_comes_from(files: Path) -> None:
     assert "fork ÷ np.copyto" in done.stdout
 
 
+def test_a_document_from_standard_input(files: Path) -> None:
+    command = [*COMMAND, "fanout", "--model", "tiny.gguf", "--doc", "-", "--prompt", "A", "--max-tokens", "2", "--json"]
+    done = subprocess.run(command, cwd=files, input=DOCUMENT, capture_output=True, text=True, timeout=60, check=True)
+    same = fanout(files, "--prompt", "A", "--json").stdout
+    assert json.loads(done.stdout)["document_tokens"] == json.loads(same)["document_tokens"]
+
+
+def test_a_pipe_gets_no_padding_and_no_broken_lines(files: Path) -> None:
+    lines = fanout(files, "--prompt", "Which " * 40, "--max-tokens", "60").stdout.splitlines()
+    assert lines[0] == "1 " + "Which " * 39 + "Which"
+    assert all(line == line.rstrip() for line in lines)
+
+
 def test_compare_in_json(files: Path) -> None:
     report = json.loads(fanout(files, "--prompt", "When?", "--compare", "--json").stdout)
     assert report["compare"]["reprefill"]["strategy"] == "reprefill"
@@ -95,7 +108,7 @@ def test_compare_in_json(files: Path) -> None:
         (["fanout", "--doc", "none.txt"], "none.txt: No such file"),
         (["fanout", "--doc", "binary.txt", "--prompt", "?"], "not UTF-8"),
         (["fanout", "--doc", "doc.txt"], "no prompt"),
-        (["fanout", "--prompts", "empty.txt"], "no prompt"),
+        (["fanout", "--prompts", "empty.txt"], "empty.txt holds no prompt"),
         (["fanout", "--prompts", "none.txt"], "none.txt"),
         (["fanout", "--model", "none.gguf"], "none.gguf: No such file"),
         (["fanout", "--model", "doc.txt"], "not a GGUF file"),

@@ -164,7 +164,7 @@ class Dictated:
     def __init__(self, text: bytes) -> None:
         self.text, self.at = text, 0
 
-    def clone(self) -> Dictated:
+    def for_branch(self, _index: int) -> Dictated:
         return Dictated(self.text)
 
     def sample(self, _: Any) -> int:
@@ -173,6 +173,12 @@ class Dictated:
 
     def close(self) -> None:
         pass
+
+
+def test_branches_of_one_prompt_draw_differently(models: Models) -> None:
+    for sampler in (Sampler(1.0, seed=7), Sampler(1.0)):
+        drawn = answers(run(models["llama"], ["same"] * 3, sampler=sampler, max_tokens=12))
+        assert len({tuple(tokens) for tokens in drawn}) == 3
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -302,8 +308,10 @@ def test_the_budget_is_checked_first(models: Models, made: list[Any], strategy: 
         error = caught.value
         assert (error.prefix_tokens, error.branch_tokens, error.headroom, error.n_ctx) == (100, 38, HEADROOM, n_ctx)
     with pytest.raises(ContextBudgetError) as caught:
-        fan_out(model, text_tokens(16384 - 38 - HEADROOM + 1), prompts, max_tokens=8, strategy=strategy, n_ctx=10**6)
+        fan_out(model, text_tokens(16384 - 38 - HEADROOM + 1), prompts, max_tokens=8, strategy=strategy)
     assert caught.value.n_ctx == model.n_ctx_train
+    with pytest.raises(InvalidArgumentError, match="n_ctx should be 1 to 16384, what the model was trained on"):
+        fan_out(model, text_tokens(100), prompts, max_tokens=8, strategy=strategy, n_ctx=16385)
     assert made == []
     result = fan_out(model, text_tokens(100), prompts, max_tokens=8, strategy=strategy, n_ctx=exact, n_threads=1)
     assert [len(tokens) for tokens in answers(result)] == [8, 8, 8]

@@ -28,6 +28,7 @@ ORDER = [
     ["fanout", "measure"],
     ["doctor"],
     ["cli"],
+    ["__main__"],
 ]
 """From the ground up; a module imports only from rows above its own."""
 

@@ -441,14 +441,25 @@ def test_release_while_another_thread_restores(ctx: Context, arena: Arena, monke
     assert identical(all_logits(ctx, BRANCH, 1), uninterrupted(ctx.model, PREFIX, BRANCH))
 
 
-def test_a_lease_released_underneath_is_noticed(ctx: Context, arena: Arena) -> None:
+def test_a_snapshots_lease_is_not_released_underneath(ctx: Context, arena: Arena) -> None:
     snapshot = ctx.snapshot(arena)
-    snapshot.lease.release()
-    for use in (lambda: snapshot.restore(ctx, 1), snapshot.fork, lambda: snapshot.array, snapshot.release):
-        with pytest.raises(ClosedError, match="lease"):
-            use()
-    assert [ctx.position(seq) for seq in (0, 1)] == [40, 0]
-    arena.check_integrity()
+    with pytest.raises(InvalidArgumentError, match="belongs to a snapshot"):
+        snapshot.lease.release()
+    assert snapshot.restore(ctx, 1) == 40
+    snapshot.release()
+    with pytest.raises(ClosedError, match="lease"):
+        snapshot.lease.release()
+    assert arena.stats().n_leases == 0
+
+
+def test_an_exception_on_its_way_out_is_not_hidden_by_live_views(ctx: Context) -> None:
+    def fail() -> None:
+        with Arena.for_branches(ctx, 0) as arena, ctx.snapshot(arena) as snapshot:
+            view = snapshot.array
+            raise KeyError(len(view))
+
+    with pytest.raises(KeyError):
+        fail()
 
 
 def test_a_closed_context_is_noticed(llama: Model, snapshot: Snapshot, arena: Arena) -> None:

@@ -1,0 +1,5 @@
+"""`python -m swarmkv_ll` is the `swarmkv` command."""
+
+from .cli import main
+
+main()
