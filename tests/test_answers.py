@@ -215,7 +215,7 @@ def test_ten_restores_are_ten_times_the_same(models: Models, truth: Any, arena: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_right_after_a_restore_needs_no_decode(models: Models, arena: Arena, kind: str) -> None:
-    with new_context(models[kind]) as ctx, new_context(models[kind]) as other:
+    with new_context(models[kind]) as ctx, new_context(models[kind], n_seq_max=2) as other:
         ctx.decode(text_tokens(100))
         row = ctx.logits().copy()
         with ctx.snapshot(arena) as snapshot:
@@ -223,6 +223,8 @@ def test_sampling_right_after_a_restore_needs_no_decode(models: Models, arena: A
             other.decode(text_tokens(7, seed=3))
             snapshot.restore(other)
             assert identical(other.logits(0), row)
+            other.copy_sequence(0, 1)
+            assert identical(other.logits(1), row)
             assert list(other.generate(Sampler(), 12)) == expected
             assert len(set(expected)) > 1
             snapshot.restore(other)
