@@ -297,6 +297,16 @@ def test_an_arena_that_is_dropped_gives_its_memory_back() -> None:
 # ── other libraries ──────────────────────────────────────────────────────────────────────────────────
 
 
+def test_numpy_takes_a_lease_as_an_array(arena: Arena) -> None:
+    with arena.lease(100) as lease:
+        lease.array[:] = 3
+        assert np.shares_memory(np.asarray(lease), lease.array)
+        copy, wider = np.array(lease), np.asarray(lease, np.int64)
+        assert not np.shares_memory(copy, lease.array)
+        assert copy.sum() == wider.sum() == 300
+        assert wider.dtype == np.int64
+
+
 def test_dlpack_shares_the_bytes_and_counts_as_a_view(arena: Arena) -> None:
     lease = arena.lease(100)
     assert lease.__dlpack_device__() == (1, 0)  # kDLCPU
@@ -397,6 +407,8 @@ LOCKED = textwrap.dedent("""
     lease.array[:] = 1
     lease.release()
     arena.close()
+    for _ in range(3):  # so small that the allocator keeps the pages
+        Arena(64 << 10, device="CPU", huge_pages=False).close()
     print(locked() - before)
 """)
 

@@ -123,6 +123,13 @@ def test_a_seed_gives_the_same_draws_whatever_the_strategy(models: Models) -> No
     assert expected != answers(run(models["llama"]))
 
 
+def test_equal_prompts_are_drawn_differently(models: Models) -> None:
+    first, second = answers(run(models["llama"], ["why", "why"], n_parallel=1, sampler=Sampler(1.0, seed=1)))
+    assert first != second
+    first, second = answers(run(models["llama"], ["why", "why"], n_parallel=1))
+    assert first == second
+
+
 def test_the_sampler_given_is_left_as_it_was(models: Models) -> None:
     sampler = Sampler(1.0, seed=1)
     first = answers(run(models["llama"], n_parallel=1, sampler=sampler))

@@ -87,6 +87,17 @@ def test_clone_is_in_the_same_state_and_goes_its_own_way() -> None:
     assert len(draws(twin)) == 50
 
 
+def test_each_branch_gets_a_seed_of_its_own() -> None:
+    sampler = Sampler(0.9, top_k=4, top_p=0.95, min_p=0.01, seed=7)
+    draws(sampler, 10)  # where the sampler itself stands does not matter
+    branches = [draws(sampler.for_branch(index)) for index in range(3)]
+    assert branches == [draws(Sampler(0.9, top_k=4, top_p=0.95, min_p=0.01, seed=7 + i)) for i in range(3)]
+    assert branches[0] != branches[1] != branches[2]
+    assert draws(Sampler().for_branch(1)) == [0] * 50
+    assert draws(Sampler(1.0).for_branch(0)) != draws(Sampler(1.0).for_branch(0))
+    assert Sampler(1.0, seed=2**32 - 2).for_branch(1).seed == 0  # never the value that means "anew"
+
+
 def test_reset_goes_back_to_the_start() -> None:
     sampler = Sampler(1.0, seed=7)
     first = draws(sampler)
