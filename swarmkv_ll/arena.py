@@ -7,14 +7,11 @@ about six times a warm one).
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import operator
 import os
-import threading
 import warnings
 import weakref
-from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -30,6 +27,7 @@ from .errors import (
     InvalidArgumentError,
     LiveViewsError,
 )
+from .exclusive import alone, new_lock
 from .ffi import C, ffi
 
 ALIGNMENT = 4096
@@ -129,13 +127,16 @@ class Arena:
             buffer = C.ggml_backend_buft_alloc_buffer(buffer_type, self.n_bytes + slack)
         if buffer == ffi.NULL:
             raise HostMemoryError(self.n_bytes + slack, available)
-        base = int(ffi.cast("uintptr_t", C.ggml_backend_buffer_get_base(buffer)))
-        self._address = _round_up(base, slack)
+        # Owned from here on: whatever goes wrong or is interrupted below gives the memory back.
+        locked: list[Any] = []
+        self._slab = weakref.finalize(self, _free_slab, buffer, self.n_bytes, locked)
+        self._slab.atexit = False
+        self._address = _round_up(int(ffi.cast("uintptr_t", C.ggml_backend_buffer_get_base(buffer))), slack)
         pointer = ffi.cast("void *", self._address)
         if huge_pages and not driver_locked:
             C.skv_advise_huge(pointer, self.n_bytes)
         if prefault and (error := C.skv_prefault(pointer, self.n_bytes)):
-            C.ggml_backend_buffer_free(buffer)
+            self._slab()
             raise HostMemoryError(self.n_bytes, available) from OSError(error, os.strerror(error))
         self.pinned: Literal["device", "mlock"] | None = "device" if driver_locked else None
         self.pin_error: str | None = None
@@ -144,13 +145,10 @@ class Arena:
                 self.pin_error = f"mlock: {os.strerror(error)}"
             else:
                 self.pinned = "mlock"
-
-        self._lock = threading.Lock()
-        self._free: list[tuple[int, int]] = [(0, self.n_bytes)]  # (offset, size), by offset, never adjacent
+                locked.append(pointer)
+        # What is free is what no living lease covers: one account, that an interrupt or a lost lease cannot split.
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._lost: deque[tuple[int, int]] = deque()  # blocks of leases that were dropped without release()
-        self._slab = weakref.finalize(self, _free_slab, buffer, pointer, self.n_bytes, self.pinned == "mlock")
-        self._slab.atexit = False
+        self._lock = new_lock()
 
     @classmethod
     def for_branches(cls, ctx: HasState, n_branches: int, *, seq: int = 0, **options: Any) -> Arena:
@@ -171,27 +169,39 @@ class Arena:
         """
         n_bytes = _positive(n_bytes, "n_bytes")
         size = _round_up(n_bytes, ALIGNMENT)
-        with self._lock:
+        with alone(self._lock, "arena"):
             self._check_open()
-            self._take_back_lost()
-            fitting = [block for block in self._free if block[1] >= size]
+            gaps = self._gaps()
+            fitting = [gap for gap in gaps if gap[1] >= size]
             if not fitting:
-                sizes = [free for _, free in self._free]
+                sizes = [free for _, free in gaps]
                 raise ArenaExhaustedError(size, sum(sizes), max(sizes, default=0))
-            offset, free = min(fitting, key=operator.itemgetter(1))
-            at = bisect.bisect_left(self._free, (offset, 0))
-            self._free[at : at + 1] = [(offset + size, free - size)] if free > size else []
+            offset, _ = min(fitting, key=operator.itemgetter(1))
             lease = Lease(self, offset, n_bytes, size)
             self._leases.add(lease)
-        return lease
+            return lease
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        """(offset, size) of each lease, in order."""
+        return sorted((lease.offset, lease.capacity) for lease in self._leases if not lease.released)
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        """(offset, size) of each free block, in order."""
+        gaps, at = [], 0
+        for offset, size in self._blocks():
+            if offset > at:
+                gaps.append((at, offset - at))
+            at = offset + size
+        if at < self.n_bytes:
+            gaps.append((at, self.n_bytes - at))
+        return gaps
 
     def stats(self) -> ArenaStats:
         """Sizes and counts at this moment."""
-        with self._lock:
+        with alone(self._lock, "arena"):
             self._check_open()
-            self._take_back_lost()
-            sizes = [size for _, size in self._free]
             leases = list(self._leases)
+            sizes = [size for _, size in self._gaps()]
         return ArenaStats(
             n_bytes=self.n_bytes,
             used=self.n_bytes - sum(sizes),
@@ -205,27 +215,21 @@ class Arena:
         )
 
     def check_integrity(self) -> None:
-        """Check that free blocks and leases tile the slab: in order, no gap, no overlap, free neighbours merged.
+        """Check that the leases lie in the slab, at their alignment, and that no two overlap.
 
         Raises
         ------
         IntegrityError
             They do not.
         """
-        with self._lock:
+        with alone(self._lock, "arena"):
             self._check_open()
-            self._take_back_lost()
-            free = [(offset, size, "free") for offset, size in self._free]
-            held = [(lease.offset, lease.capacity, "lease") for lease in self._leases]
-        at, before = 0, ""
-        for offset, size, kind in sorted(free + held):
-            if offset != at or size <= 0 or size % ALIGNMENT:
-                raise IntegrityError(f"arena: {kind} block of {size} bytes at {offset}, expected one at {at}")
-            if kind == before == "free":
-                raise IntegrityError(f"arena: two free blocks meet at {offset}")
-            at, before = offset + size, kind
-        if at != self.n_bytes:
-            raise IntegrityError(f"arena: blocks end at {at}, the slab at {self.n_bytes}")
+            blocks = self._blocks()
+        end = 0
+        for offset, size in blocks:
+            if offset < end or size <= 0 or offset % ALIGNMENT or size % ALIGNMENT or offset + size > self.n_bytes:
+                raise IntegrityError(f"arena: a lease of {size} bytes at {offset}, the one before ends at {end}")
+            end = offset + size
 
     def close(self) -> None:
         """Give the memory back. Does nothing the second time.
@@ -235,10 +239,9 @@ class Arena:
         LiveViewsError
             Leases are held, or views of them alive; the arena stays open.
         """
-        with self._lock:
+        with alone(self._lock, "arena"):
             if not self._slab.alive:
                 return
-            self._take_back_lost()
             leases = list(self._leases)
             if leases:
                 raise LiveViewsError("arena", sum(lease.viewed for lease in leases), len(leases))
@@ -252,21 +255,6 @@ class Arena:
     def _check_open(self) -> None:
         if not self._slab.alive:
             raise ClosedError("arena")
-
-    def _take_back_lost(self) -> None:
-        """Return blocks whose lease was garbage collected. A finalizer may run anywhere, so it only queues them."""
-        while self._lost:
-            self._put_back(*self._lost.popleft())
-
-    def _put_back(self, offset: int, size: int) -> None:
-        at = bisect.bisect_left(self._free, (offset, 0))
-        if at < len(self._free) and offset + size == self._free[at][0]:
-            size += self._free.pop(at)[1]
-        if at and sum(self._free[at - 1]) == offset:
-            at -= 1
-            offset, before = self._free.pop(at)
-            size += before
-        self._free.insert(at, (offset, size))
 
     def __enter__(self) -> Arena:
         return self
@@ -296,8 +284,8 @@ class Lease:
         self._owner: str | None = None  # who alone may give it back
         self._root: weakref.ref[npt.NDArray[np.uint8]] | None = None
         self._buffer: Any = None
-        self._lost = weakref.finalize(self, _lose_lease, arena._lost, offset, capacity)
-        self._lost.atexit = False
+        self._unreleased = weakref.finalize(self, _warn_of_lost_lease, capacity)
+        self._unreleased.atexit = False
 
     @property
     def _ptr(self) -> Any:
@@ -315,7 +303,7 @@ class Lease:
         if root is None:
             root = np.asarray(_ArrayInterface(self))
             self._root = weakref.ref(root)
-        return root
+        return root[:]
 
     @property
     def ggml_buffer(self) -> Any:
@@ -347,7 +335,7 @@ class Lease:
     @property
     def released(self) -> bool:
         """Whether the bytes have gone back to the arena."""
-        return not self._lost.alive
+        return not self._unreleased.alive
 
     def release(self) -> None:
         """Give the bytes back to the arena.
@@ -367,18 +355,17 @@ class Lease:
         self._give_back()
 
     def _give_back(self) -> None:
-        with self.arena._lock:
+        with alone(self.arena._lock, "arena"):
             self._check_held()
             if self.viewed:
                 raise LiveViewsError("lease", 1)
-            self._lost.detach()
             if self._buffer is not None:
                 ffi.release(self._buffer)
+            self._unreleased.detach()
             self.arena._leases.discard(self)
-            self.arena._put_back(self.offset, self.capacity)
 
     def _check_held(self) -> None:
-        if not self._lost.alive:
+        if not self._unreleased.alive:
             raise ClosedError("lease")
 
     def __enter__(self) -> Lease:
@@ -423,9 +410,10 @@ def _buffer_type(device: str | None, pin: bool) -> tuple[Any, bool]:
     if device is None:
         chosen = runtime.gpu_device() if pin else None
     else:
-        chosen = C.ggml_backend_dev_by_name(device.encode())
+        known = isinstance(device, str) and device.isprintable()
+        chosen = C.ggml_backend_dev_by_name(device.encode()) if known else ffi.NULL
         if chosen == ffi.NULL:
-            names = ", ".join(known.name for known in runtime.devices())
+            names = ", ".join(found.name for found in runtime.devices())
             raise InvalidArgumentError(f"no device named {device!r}; there are {names}")
     if chosen is not None and pin:
         host = C.ggml_backend_dev_host_buffer_type(chosen)
@@ -435,14 +423,13 @@ def _buffer_type(device: str | None, pin: bool) -> tuple[Any, bool]:
     return C.ggml_backend_dev_buffer_type(cpu), False
 
 
-def _free_slab(buffer: Any, pointer: Any, n_bytes: int, locked: bool) -> None:
-    if locked:  # the allocator may keep the pages, and would keep them locked
+def _free_slab(buffer: Any, n_bytes: int, locked: list[Any]) -> None:
+    for pointer in locked:  # the allocator may keep the pages, and would keep them locked
         C.skv_unlock(pointer, n_bytes)
     C.ggml_backend_buffer_free(buffer)
 
 
-def _lose_lease(lost: deque[tuple[int, int]], offset: int, capacity: int) -> None:
-    lost.append((offset, capacity))
+def _warn_of_lost_lease(capacity: int) -> None:
     warnings.warn(f"a lease of {capacity:,} bytes was dropped without release()", ResourceWarning, stacklevel=2)
 
 

@@ -79,7 +79,7 @@ class Layout:
         for offset, wanted, field in self.bookkeeping:
             found = bytes(data[offset : offset + len(wanted)])
             if found != wanted:
-                at = next(i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b)
+                at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), len(found))
                 raise SnapshotCorruptError(offset + at, field)
 
 

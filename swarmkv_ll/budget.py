@@ -33,14 +33,15 @@ def validate_context_budget(prefix_tokens: int, branch_tokens: int, n_ctx: int, 
     InvalidArgumentError
         A number is negative.
     """
-    counts = {
-        "prefix_tokens": prefix_tokens,
-        "branch_tokens": branch_tokens,
-        "n_ctx": n_ctx,
-        "headroom": headroom,
-    }
-    for name, value in counts.items():
-        if operator.index(value) < 0:
+    prefix_tokens, branch_tokens = operator.index(prefix_tokens), operator.index(branch_tokens)
+    n_ctx, headroom = operator.index(n_ctx), operator.index(headroom)
+    for name, value in (
+        ("prefix_tokens", prefix_tokens),
+        ("branch_tokens", branch_tokens),
+        ("n_ctx", n_ctx),
+        ("headroom", headroom),
+    ):
+        if value < 0:
             raise InvalidArgumentError(f"{name} should be 0 or more, is {value}")
     spare = n_ctx - prefix_tokens - branch_tokens - headroom
     if spare < 0:

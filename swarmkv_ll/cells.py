@@ -9,6 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+_Array = npt.NDArray[np.int32]
+_State = tuple[tuple[_Array, ...], tuple[_Array, ...]]
+
 
 class CellLedger:
     """Counts cells per sequence, shared ones once.
@@ -23,12 +26,23 @@ class CellLedger:
 
     def __init__(self, n_cells: int, n_seq_max: int, *, unified: bool) -> None:
         self.n_cells, self.unified = n_cells, unified
-        self._owners = [np.zeros(n_cells, np.int32) for _ in range(1 if unified else n_seq_max)]
-        empty = np.empty((0, 2), np.int32)
-        self._held = [empty] * n_seq_max  # rows of (position, cell)
+        n_pools = 1 if unified else n_seq_max
+        # Owners of each cell in each pool, and each sequence's rows of (position, cell). Arrays are never changed in
+        # place, and both are replaced by one assignment: a Ctrl-C finds the old count or the new one.
+        self._state: _State = ((np.zeros(n_cells, np.int32),) * n_pools, (np.empty((0, 2), np.int32),) * n_seq_max)
 
-    def _pool(self, seq: int) -> npt.NDArray[np.int32]:
-        return self._owners[0 if self.unified else seq]
+    def _pool(self, seq: int) -> _Array:
+        return self._state[0][0 if self.unified else seq]
+
+    def _held(self, seq: int) -> _Array:
+        return self._state[1][seq]
+
+    def _commit(self, seq: int, change: int, cells: _Array, held: _Array) -> None:
+        pools, rows = list(self._state[0]), list(self._state[1])
+        pool = self._pool(seq).copy()
+        pool[cells] += change
+        pools[0 if self.unified else seq], rows[seq] = pool, held
+        self._state = tuple(pools), tuple(rows)
 
     def free(self, seq: int) -> int:
         """Free cells in the pool that `seq` draws from."""
@@ -36,36 +50,31 @@ class CellLedger:
 
     def free_without(self, seq: int) -> int:
         """Free cells there would be if `seq` were removed."""
-        cells = self._held[seq][:, 1]
+        cells = self._held(seq)[:, 1]
         return self.free(seq) + int(np.count_nonzero(self._pool(seq)[cells] == 1))
 
-    def positions(self, seq: int) -> npt.NDArray[np.int32]:
+    def positions(self, seq: int) -> _Array:
         """Position of each cell that `seq` holds."""
-        return self._held[seq][:, 0]
+        return self._held(seq)[:, 0]
 
-    def add(self, seq: int, positions: npt.NDArray[np.int32]) -> None:
+    def add(self, seq: int, positions: _Array) -> None:
         """`seq` takes a new cell for each position; the caller has made sure that they are free."""
-        pool = self._pool(seq)
-        cells = np.flatnonzero(pool == 0)[: len(positions)].astype(np.int32)
-        pool[cells] = 1
-        self._held[seq] = np.concatenate([self._held[seq], np.stack([positions, cells], axis=1)])
+        cells = np.flatnonzero(self._pool(seq) == 0)[: len(positions)].astype(np.int32)
+        self._commit(seq, +1, cells, np.concatenate([self._held(seq), np.stack([positions, cells], axis=1)]))
 
     def remove(self, seq: int, begin: int, end: int) -> None:
         """`seq` lets go of its cells at positions begin … end−1."""
-        held = self._held[seq]
+        held = self._held(seq)
         inside = (held[:, 0] >= begin) & (held[:, 0] < end)
-        self._pool(seq)[held[inside, 1]] -= 1
-        self._held[seq] = held[~inside]
+        self._commit(seq, -1, held[inside, 1], held[~inside])
 
     def share(self, source: int, target: int, end: int) -> None:
         """`target`, which is empty, takes the cells of `source` at positions below `end` (unified only)."""
-        held = self._held[source]
+        held = self._held(source)
         taken = held[held[:, 0] < end]
-        self._pool(target)[taken[:, 1]] += 1
-        self._held[target] = taken
+        self._commit(target, +1, taken[:, 1], taken)
 
     def clear(self) -> None:
         """Nobody holds anything."""
-        for pool in self._owners:
-            pool[:] = 0
-        self._held = [self._held[0][:0]] * len(self._held)
+        pools, rows = self._state
+        self._state = (np.zeros_like(pools[0]),) * len(pools), (rows[0][:0],) * len(rows)

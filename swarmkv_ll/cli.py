@@ -56,7 +56,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command; an error is one line on standard error and exit code 2."""
     try:
         code = cli.main(args, prog_name="swarmkv", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout:  # None if the shell closed it
+            sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         code = 2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from .errors import (
     DecodeError,
     InvalidArgumentError,
     PartialRemovalError,
+    ReentrantCallError,
 )
 from .ffi import C, ffi
 from .limits import KV_TYPES, check_context, default_n_threads
@@ -88,8 +90,11 @@ class Context:
         n_threads: int | None = None,
     ) -> None:
         parent = model._handle
-        n_threads = n_threads if n_threads is not None else default_n_threads()
-        n_ctx = operator.index(n_ctx) or model.n_ctx_train
+        n_ctx, n_seq_max = operator.index(n_ctx) or model.n_ctx_train, operator.index(n_seq_max)
+        n_batch, n_ubatch = operator.index(n_batch), operator.index(n_ubatch)
+        n_threads = operator.index(n_threads) if n_threads is not None else default_n_threads()
+        kv_unified = bool(kv_unified)
+        kinds = model.capabilities
         check_context(
             model,
             n_ctx,
@@ -102,6 +107,7 @@ class Context:
             n_ubatch=n_ubatch,
             n_threads=n_threads,
         )
+        flash_attn = flash_attn if isinstance(flash_attn, str) else bool(flash_attn)
         params = C.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx, n_seq_max, kv_unified
         params.n_batch, params.n_ubatch = n_batch, min(n_ubatch, n_batch)
@@ -112,13 +118,19 @@ class Context:
             True: C.LLAMA_FLASH_ATTN_TYPE_ENABLED,
             False: C.LLAMA_FLASH_ATTN_TYPE_DISABLED,
         }[flash_attn]
-        params.abort_callback = ffi.addressof(C, "skv_poll_interrupt")
+        # A recurrent memory reorders the states of all its sequences before a graph moves their data: left half-way, it
+        # would spoil the others. Ctrl-C then waits for the end of an engine batch.
+        whole_batches = (kinds.recurrent or kinds.hybrid) and n_seq_max > 1
+        poll = "skv_poll_stop" if whole_batches else "skv_poll_interrupt"
+        params.abort_callback = ffi.addressof(C, poll)
         self._lock = model.guard.lock()
+        self._changing_now = False
+        self._owned: ContextHandle | None = (owned := ContextHandle(parent))
         with self._lock, runtime.engine_log() as log:
-            pointer = C.llama_init_from_model(parent.pointer, params)
+            C.skv_context_init(parent.pointer, params, owned.slot)
+        pointer = owned.pointer
         if pointer == ffi.NULL:
             raise ContextCreateError(runtime.last_reason(log, "the engine could not make this context"))
-        self._owned: ContextHandle | None = ContextHandle(pointer, parent)
         self._memory = C.llama_get_memory(pointer)
         self.model = model
         self.n_ctx = int(C.llama_n_ctx(pointer))
@@ -138,13 +150,16 @@ class Context:
         # A purely recurrent model has one state a sequence and no cells to run out of.
         self._cells = (
             None
-            if model.capabilities.blob_parts.n_attention == 0
+            if kinds.blob_parts.n_attention == 0
             else CellLedger(
                 self.n_ctx_seq if not self.kv_unified else self.n_ctx, self.n_seq_max, unified=self.kv_unified
             )
         )
-        self._batch = Batch(self.n_batch)
-        self._outputs = Outputs(self._owned, model.n_vocab, self.n_seq_max)
+        # For a sliding window the engine prepares all parts of a batch before it computes the first, and in that lets
+        # later parts take cells that earlier ones still look back to: give it one part at a time.
+        self._n_piece = self.n_ubatch if kinds.sliding_window else self.n_batch
+        self._batch = Batch(self._n_piece)
+        self._outputs = Outputs(owned, model.n_vocab, self.n_seq_max)
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -161,7 +176,7 @@ class Context:
         Parameters
         ----------
         tokens : array of integers, shape (n,)
-            At least one. Handed to the engine in pieces of `n_batch`.
+            At least one. Handed to the engine in pieces of `n_batch` (with a sliding window, of `n_ubatch`).
         pos : int, optional
             Position of the first; by default, and for a sequence that is not empty always, `position(seq)`.
         seq : int
@@ -182,7 +197,7 @@ class Context:
             what it was before the call. A recurrent model's memory has no way back, nor has a sliding window that
             has moved on: the sequence is then empty.
         """
-        if logits not in ("last", "all", "none"):
+        if not isinstance(logits, str) or logits not in ("last", "all", "none"):
             raise InvalidArgumentError(f'logits should be "last", "all" or "none", is {logits!r}')
         return self._decode([(tokens, seq)], pos=pos, want=logits)[0]
 
@@ -203,15 +218,18 @@ class Context:
         ------
         As `decode`; on failure every sequence is put back.
         """
-        if not parts:
+        try:
+            pairs = [(tokens, operator.index(seq)) for tokens, seq in parts]
+        except (TypeError, ValueError):
+            raise InvalidArgumentError("parts should be (tokens, seq) pairs") from None
+        if not pairs:
             raise InvalidArgumentError("parts should hold at least one (tokens, seq)")
-        return self._decode(parts, pos=None, want="last")
+        return self._decode(pairs, pos=None, want="last")
 
     def _decode(
         self, parts: Sequence[tuple[npt.ArrayLike, int]], *, pos: int | None, want: Literal["last", "all", "none"]
     ) -> list[int]:
-        with self._lock:
-            pointer = self._ptr
+        with self._changing() as pointer:
             work = [(self.model.check_tokens(tokens), self._check_seq(seq)) for tokens, seq in parts]
             seqs = [seq for _, seq in work]
             if len(set(seqs)) != len(seqs):
@@ -235,23 +253,23 @@ class Context:
             lasts = np.cumsum([len(tokens) for tokens, _ in work]) - 1
             if want == "last":
                 output[lasts] = 1
-            self._outputs.begin(output, self.n_batch)
+            self._outputs.begin(output, self._n_piece)
             try:
-                for begin in range(0, len(token), self.n_batch):
-                    piece = slice(begin, begin + self.n_batch)
+                for begin in range(0, len(token), self._n_piece):
+                    piece = slice(begin, begin + self._n_piece)
                     self._run(pointer, token[piece], position[piece], seq_of[piece], output[piece])
                     self._outputs.collect(int(output[piece].sum()), last=piece.stop >= len(token))
-                if self._cells:
-                    for (tokens, seq), start in zip(work, starts, strict=True):
+                for (tokens, seq), start in zip(work, starts, strict=True):
+                    if self._cells:
                         self._cells.add(seq, np.arange(start, start + len(tokens), dtype=np.int32))
+                for seq, row in zip(seqs, np.cumsum(output)[lasts] - 1, strict=True):
+                    self._outputs.advance(seq, None if want == "none" else int(row))
+                return [start + len(tokens) for (tokens, _), start in zip(work, starts, strict=True)]
             except BaseException:
                 self._outputs.forget_decode()
                 for seq, start in zip(seqs, starts, strict=True):
                     self._roll_back(seq, start)
                 raise
-            for seq, row in zip(seqs, np.cumsum(output)[lasts] - 1, strict=True):
-                self._outputs.advance(seq, None if want == "none" else int(row))
-            return [start + len(tokens) for (tokens, _), start in zip(work, starts, strict=True)]
 
     def _run(self, pointer: Any, token: Any, position: Any, seq: Any, output: Any) -> None:
         """One engine batch. In the main thread, Ctrl-C stops it between two graph nodes."""
@@ -321,6 +339,8 @@ class Context:
         NoLogitsError
             Nothing to sample from: decode with logits, or restore a snapshot that carries them, first.
         """
+        if operator.index(max_tokens) < 0:
+            raise InvalidArgumentError(f"max_tokens should be 0 or more, is {max_tokens}")
         for i in range(max_tokens):
             token = sampler.sample(self.logits(seq))
             if self.model.is_end(token):
@@ -356,43 +376,42 @@ class Context:
             Only positions below this; not possible for recurrent and hybrid models, for sliding windows, or
             between streams.
         """
-        with self._lock:
-            pointer = self._ptr
+        with self._changing() as pointer:
             source, target = self._check_seq(source), self._check_seq(target)
-            end = self._next(source)
-            if n_tokens is not None and n_tokens != end:
-                if not self.model.capabilities.attention_only or not self.kv_unified:
-                    raise PartialRemovalError(f"only the whole sequence of {end} tokens can be copied here")
-                if not 0 <= operator.index(n_tokens) <= end:
-                    raise InvalidArgumentError(f"n_tokens should be 0 to {end}, is {n_tokens}")
-                end = n_tokens
+            held = self._next(source)
+            end = held if n_tokens is None else operator.index(n_tokens)
+            if end != held and not (self.model.capabilities.attention_only and self.kv_unified):
+                raise PartialRemovalError(f"only the whole sequence of {held} tokens can be copied here")
+            if not 0 <= end <= held:
+                raise InvalidArgumentError(f"n_tokens should be 0 to {held}, is {n_tokens}")
             if source == target:
-                if n_tokens is not None:
-                    self.remove(source, end)
+                self._remove(source, end, held)
                 return
-            if self.kv_unified or not self._cells:
-                self.remove(target)
-                C.llama_memory_seq_cp(self._memory, source, target, -1, end)
-                if self._cells:
-                    self._cells.share(source, target, end)
-            else:
-                self._copy_between_streams(pointer, source, target)
-            if end == self._next(source):
-                self._outputs.copy(source, target)
-            else:
-                self._outputs.drop(target)
+            try:
+                self._remove(target, 0, self._next(target))
+                if self.kv_unified or not self._cells:
+                    C.llama_memory_seq_cp(self._memory, source, target, -1, end)
+                    if self._cells:
+                        self._cells.share(source, target, end)
+                else:
+                    self._copy_between_streams(pointer, source, target)
+                if end == held:
+                    self._outputs.copy(source, target)
+            except BaseException:
+                self._replaced(target, None, None)
+                raise
 
     def _copy_between_streams(self, pointer: Any, source: int, target: int) -> None:
-        state = np.empty(C.llama_state_seq_get_size(pointer, source), np.uint8)
-        data = ffi.from_buffer("uint8_t[]", state)
         assert self._cells is not None
         positions = self._cells.positions(source)
-        self.remove(target)
-        if len(positions):
-            n = C.llama_state_seq_get_data(pointer, data, len(state), source)
-            if n != len(state) or C.llama_state_seq_set_data(pointer, data, n, target) != n:
-                raise ContextFullError(len(positions), self.cells_free(target), self.n_ctx_seq, "copy")
-            self._cells.add(target, positions)
+        if not len(positions):
+            return
+        state = np.empty(C.llama_state_seq_get_size(pointer, source), np.uint8)
+        data = ffi.from_buffer("uint8_t[]", state)
+        n = C.llama_state_seq_get_data(pointer, data, len(state), source)
+        if n != len(state) or C.llama_state_seq_set_data(pointer, data, n, target) != n:
+            raise ContextFullError(len(positions), self._cells.free(target), self.n_ctx_seq, "copy")
+        self._cells.add(target, positions)
 
     def remove(self, seq: int, begin: int = 0, end: int | None = None) -> None:
         """Remove the tokens at positions begin … end−1 from a sequence; by default all.
@@ -402,12 +421,12 @@ class Context:
         PartialRemovalError
             The memory cannot give up a part of this sequence; it is as it was.
         """
-        with self._lock:
-            self._ptr  # noqa: B018 - raises after close
-            seq, n = self._check_seq(seq), self._next(seq)
-            end = n if end is None else min(operator.index(end), n)
-            if operator.index(begin) < 0:
-                raise InvalidArgumentError(f"begin should be 0 or more, is {begin}")
+        with self._changing():
+            seq, n, begin = self._check_seq(seq), self._next(seq), operator.index(begin)
+            end = n if end is None else operator.index(end)
+            if begin < 0 or end < 0:
+                raise InvalidArgumentError(f"begin and end should be 0 or more, are {begin} and {end}")
+            end = min(end, n)
             if begin >= end:
                 return
             kept = self.model.capabilities
@@ -424,26 +443,47 @@ class Context:
                         f"the sliding window of {window} tokens no longer holds positions {needed} to {lost - 1}, "
                         f"which going back to {begin} needs"
                     )
-            C.llama_memory_seq_rm(self._memory, seq, begin, end if end < n else -1)
-            if self._cells:
-                self._cells.remove(seq, begin, end)
-            self._outputs.drop(seq)
+            self._remove(seq, begin, end)
+
+    def _remove(self, seq: int, begin: int, end: int) -> None:
+        if begin < end:
+            whole = begin == 0 and end >= self._next(seq)
+            self._twice_if_interrupted(lambda: self._remove_now(seq, begin, end, whole))
+
+    def _remove_now(self, seq: int, begin: int, end: int, whole: bool) -> None:
+        C.llama_memory_seq_rm(self._memory, seq, -1 if whole else begin, -1 if whole else end)
+        if self._cells:
+            self._cells.remove(seq, begin, end)
+        self._outputs.drop(seq)
+
+    @staticmethod
+    def _twice_if_interrupted(change: Callable[[], None]) -> None:
+        """Make a change to engine and ledger whole, should Ctrl-C come in its middle: a second time changes no more."""
+        try:
+            change()
+        except BaseException:
+            change()
+            raise
 
     def _window(self, seq: int, begin: int) -> tuple[int, int, int]:
         """Sliding window in tokens (0: none), the first position it still holds, and the first that `begin` looks to."""
         window = self.model.capabilities.sliding_window
         if not window:
             return 0, 0, 0
-        return window, int(C.llama_memory_seq_pos_min(self._memory, seq)), max(0, begin - window + 1)
+        assert self._cells is not None
+        first = int(self._cells.positions(seq).min(initial=begin))  # a sequence need not begin at 0
+        return window, int(C.llama_memory_seq_pos_min(self._memory, seq)), max(first, begin - window + 1)
 
     def clear(self) -> None:
         """Remove every sequence."""
-        with self._lock:
-            self._ptr  # noqa: B018 - raises after close
-            C.llama_memory_clear(self._memory, False)
-            if self._cells:
-                self._cells.clear()
-            self._outputs.clear()
+        with self._changing():
+            self._twice_if_interrupted(self._clear_now)
+
+    def _clear_now(self) -> None:
+        C.llama_memory_clear(self._memory, False)
+        if self._cells:
+            self._cells.clear()
+        self._outputs.clear()
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -480,11 +520,10 @@ class Context:
 
     def _check_start(self, seq: int, pos: int | None) -> int:
         at = self._next(seq)
-        if pos is None:
-            return at
-        if operator.index(pos) < 0 or (at and pos != at):
+        start = at if pos is None else operator.index(pos)
+        if start < 0 or (at and start != at):
             raise InvalidArgumentError(f"position should be {at if at else '0 or more'} for sequence {seq}, is {pos}")
-        return pos
+        return start
 
     def _check_room(self, seq: int, n_tokens: int) -> None:
         if self._cells and n_tokens > self._cells.free(seq):
@@ -497,15 +536,37 @@ class Context:
     def _ptr(self) -> Any:
         if self._owned is None:
             raise ClosedError("context")
+        runtime.check_process()
         return self._owned.pointer
+
+    @contextmanager
+    def _changing(self) -> Iterator[Any]:
+        """Hold the lock for a call that changes the context, and refuse one from a signal handler inside another.
+
+        The lock is re-entrant so that a callback may ask for a position; a change inside a change would find, or leave,
+        engine and ledger apart.
+        """
+        with self._lock:
+            handle = self._owned
+            if handle is None:
+                raise ClosedError("context")
+            if self._changing_now:
+                raise ReentrantCallError("context")
+            runtime.check_process()
+            try:
+                self._changing_now = True
+                yield handle.pointer
+            finally:
+                self._changing_now = False
 
     def close(self) -> None:
         """Free the KV memory, once no view of its logits is left. Does nothing the second time."""
-        with self._lock:
+        if self._owned is None:
+            return
+        with self._changing():
             handle, self._owned = self._owned, None
-            # Freed here, not by a finalizer, which would swallow a Ctrl-C; but not under a view.
-            if handle and not self._outputs.viewed:
-                handle.free()
+            if not self._outputs.viewed:
+                C.skv_context_free(handle.slot)
             self._outputs = None  # type: ignore[assignment]  # it holds the handle too
 
     @property

@@ -64,6 +64,14 @@ class ClosedError(SwarmKVError):
         super().__init__(f"this {what} is closed")
 
 
+class ReentrantCallError(SwarmKVError, RuntimeError):
+    """A signal handler or callback called into an object that the same thread is just changing; nothing was done."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(f"this {what} is in the middle of a call of this same thread")
+
+
 class InvalidArgumentError(SwarmKVError, ValueError):
     """An argument is out of its range; nothing was changed."""
 

@@ -12,6 +12,7 @@ Three strategies, the same answers (token for token where batches are split alik
 from __future__ import annotations
 
 import codecs
+import operator
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -160,12 +161,15 @@ def fan_out(
     InvalidArgumentError
         A parameter is out of range.
     """
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise InvalidArgumentError(f"strategy should be one of {', '.join(STRATEGIES)}, is {strategy!r}")
     if isinstance(prompts, str):
         raise InvalidArgumentError("prompts should be a sequence of prompts, is one text")
     if not len(prompts):
         raise InvalidArgumentError("there should be at least one prompt")
+    max_tokens = operator.index(max_tokens)
+    n_parallel = None if n_parallel is None else operator.index(n_parallel)
+    n_ctx = None if n_ctx is None else operator.index(n_ctx)
     for name, value, most in (
         ("max_tokens", max_tokens, 2**31),
         ("n_parallel", n_parallel, 2**31),
@@ -331,9 +335,9 @@ class _Run:
     def _branch(self, index: int, document: Snapshot, pool: queue.SimpleQueue[tuple[Context, bool]]) -> None:
         """Answer one branch in a context of the pool; a context that still holds the document only drops the rest."""
         ctx, holds_document = pool.get()
-        answer = _Answer(self, index)
-        branch, begin = answer.branch, perf_counter()
         try:
+            answer = _Answer(self, index)
+            branch, begin = answer.branch, perf_counter()
             if holds_document and self.model.capabilities.attention_only:
                 ctx.remove(0, document.n_tokens)
             else:

@@ -78,8 +78,11 @@ def check_context(
         raise InvalidArgumentError(f"n_batch should be at least n_seq_max, {n_seq_max}, is {n_batch}")
     if flash_attn not in ("auto", True, False):
         raise InvalidArgumentError(f'flash_attn should be "auto", True or False, is {flash_attn!r}')
-    if not kv_unified and n_ctx < n_seq_max:
-        raise InvalidArgumentError(f"n_ctx of {n_ctx} cannot be divided among {n_seq_max} sequences")
+    # The engine takes the smaller of n_ctx and n_batch as its batch, and asserts that it holds a token a sequence.
+    if min(n_ctx, n_batch) < n_seq_max:
+        raise InvalidArgumentError(
+            f"n_ctx of {n_ctx} and n_batch of {n_batch} should be at least n_seq_max, {n_seq_max}"
+        )
     for name, kv_type, head_dim in (
         ("type_k", type_k, _head_dim(model, "key_length")),
         ("type_v", type_v, _head_dim(model, "value_length")),
@@ -107,12 +110,14 @@ def _head_dim(model: Model, key: str) -> int:
 
 
 def _kv_bytes(model: Model, n_ctx: int, type_k: str, type_v: str) -> int:
-    """Host memory that a plain KV cache takes at least; 0 where that is not known or a GPU holds it.
+    """Host memory that the KV cache takes at least; 0 where that is not known or a GPU holds it.
 
     The engine clears the cache when it makes it, so one that does not fit would have the kernel kill the process.
     """
-    if not model.capabilities.attention_only or runtime.gpu_device() is not None:
+    kinds = model.capabilities
+    if kinds.blob_parts.n_attention == 0 or runtime.gpu_device() is not None:
         return 0
+    n_layer = model.n_layer if kinds.attention_only else 1  # the others keep less, how much less is not told
     widths = ((type_k, _head_dim(model, "key_length")), (type_v, _head_dim(model, "value_length")))
     bits = sum(_BITS[kv_type] * head_dim for kv_type, head_dim in widths)
-    return n_ctx * model.n_layer * model.n_head_kv * bits // 8
+    return n_ctx * n_layer * max(1, model.n_head_kv) * bits // 8

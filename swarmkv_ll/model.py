@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import operator
 import os
-import re
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 
 from . import runtime
 from .blob import Parts
-from .cache import cache_dir, write_atomically
 from .errors import ClosedError, InvalidArgumentError, ModelLoadError, TokenizeError
 from .ffi import C, ffi
+from .modelfile import ModelFile
 
 if TYPE_CHECKING:
     from .context import Context
@@ -90,6 +85,10 @@ class Model:
         on_progress: Callable[[float], None] | None = None,
         guard: runtime.LlamaGuard | None = None,
     ) -> None:
+        if not -(2**31) <= operator.index(n_gpu_layers) < 2**31:
+            raise InvalidArgumentError(f"n_gpu_layers should be a 32-bit number, is {n_gpu_layers}")
+        if guard is not None and not isinstance(guard, runtime.LlamaGuard):
+            raise InvalidArgumentError(f"guard should be a LlamaGuard, is {type(guard).__name__}")
         runtime.start()
         self.file = ModelFile(path)
         self.path = self.file.path
@@ -98,21 +97,19 @@ class Model:
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         progress = _Progress(on_progress)
-        handle = ffi.new_handle(progress)
+        keep = ffi.new_handle(progress)
         params.progress_callback = C.skv_on_progress
-        params.progress_callback_user_data = handle
+        params.progress_callback_user_data = keep
+        self._owned: ModelHandle | None = (owned := ModelHandle())
         with runtime.engine_log() as log:
-            pointer = C.llama_model_load_from_file(os.fsencode(self.path), params)
+            C.skv_model_load(os.fsencode(self.path), params, owned.slot)
         if progress.error:
-            if pointer != ffi.NULL:
-                C.llama_model_free(pointer)
             raise progress.error
+        pointer = owned.pointer
         if pointer == ffi.NULL:
             raise ModelLoadError(f"{self.path}: {_why(log)}")
-        self._owned: ModelHandle | None = ModelHandle(pointer)
-        self._vocab = C.llama_model_get_vocab(pointer)
 
-        self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
+        self.n_vocab = int(C.llama_vocab_n_tokens(owned.vocab))
         self.n_ctx_train = int(C.llama_model_n_ctx_train(pointer))
         self.n_layer = int(C.llama_model_n_layer(pointer))
         self.n_embd = int(C.llama_model_n_embd(pointer))
@@ -143,11 +140,18 @@ class Model:
         -------
         ndarray of int32, shape (n_tokens,)
         """
+        handle = self._handle  # held for as long as the engine reads from it
         data = _utf8(text)
         room = len(data) + 16
         out = np.empty(room, np.int32)
         n = C.llama_tokenize(
-            self._live_vocab, data, len(data), ffi.from_buffer("llama_token[]", out), room, add_special, parse_special
+            handle.vocab,
+            data,
+            len(data),
+            ffi.from_buffer("llama_token[]", out),
+            room,
+            bool(add_special),
+            bool(parse_special),
         )
         if n < 0:  # cannot happen: no token is shorter than a byte
             raise TokenizeError(f"the engine could not tokenize {len(data)} bytes (returned {n})")
@@ -164,18 +168,19 @@ class Model:
         unparse_special : bool
             Render control tokens as text instead of as nothing.
         """
+        handle = self._handle
         ids = self.check_tokens(tokens)
         room = 16 + 8 * len(ids)
         while True:
             out = ffi.new("char[]", room)
             n = C.llama_detokenize(
-                self._live_vocab,
+                handle.vocab,
                 ffi.from_buffer("llama_token[]", ids),
                 len(ids),
                 out,
                 room,
-                remove_special,
-                unparse_special,
+                bool(remove_special),
+                bool(unparse_special),
             )
             if n >= 0:
                 return bytes(ffi.buffer(out, n)).decode(errors="replace")
@@ -183,19 +188,21 @@ class Model:
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token; may be part of a UTF-8 character."""
+        handle = self._handle
         (checked,) = self.check_tokens([token])
         room = 64
         while True:
             out = ffi.new("char[]", room)
-            n = C.llama_token_to_piece(self._live_vocab, int(checked), out, room, 0, special)
+            n = C.llama_token_to_piece(handle.vocab, int(checked), out, room, 0, bool(special))
             if n >= 0:
                 return bytes(ffi.buffer(out, n))
             room = -n
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends a generation (EOS, end of turn, …)."""
+        handle = self._handle
         (checked,) = self.check_tokens([token])
-        return bool(C.llama_vocab_is_eog(self._live_vocab, int(checked)))
+        return bool(C.llama_vocab_is_eog(handle.vocab, int(checked)))
 
     def check_tokens(self, tokens: npt.ArrayLike) -> Tokens:
         """`tokens` as a contiguous int32 array of shape (n,), each a token of this model; copied only if need be.
@@ -205,7 +212,10 @@ class Model:
         InvalidArgumentError
             Not integers, not one-dimensional, or out of range.
         """
-        array = np.asarray(tokens)
+        try:
+            array = np.asarray(tokens)
+        except ValueError as error:
+            raise InvalidArgumentError(f"tokens should be integers of shape (n,): {error}") from None
         if array.size == 0:
             array = array.astype(np.int32)
         if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -218,7 +228,8 @@ class Model:
     @property
     def chat_template(self) -> str | None:
         """The model's own chat template, or None."""
-        template = C.llama_model_chat_template(self._live, ffi.NULL)
+        handle = self._handle
+        template = C.llama_model_chat_template(handle.pointer, ffi.NULL)
         return None if template == ffi.NULL else ffi.string(template).decode(errors="replace")
 
     def apply_chat_template(self, messages: Iterable[Mapping[str, str]], *, add_assistant: bool = True) -> str:
@@ -238,7 +249,10 @@ class Model:
         template = self.chat_template
         if template is None:
             raise TokenizeError("this model has no chat template")
-        texts = [(message["role"], message["content"]) for message in messages]
+        try:
+            texts = [(message["role"], message["content"]) for message in messages]
+        except (KeyError, TypeError, IndexError):
+            raise InvalidArgumentError('each message should be {"role": text, "content": text}') from None
         if any("\0" in text for pair in texts for text in pair):
             raise TokenizeError("a message holds a NUL character, which ends a C string")
         keep = [(ffi.new("char[]", _utf8(role)), ffi.new("char[]", _utf8(content))) for role, content in texts]
@@ -248,7 +262,7 @@ class Model:
         room = 256 + 2 * sum(len(role) + len(content) for role, content in keep)
         while True:
             out = ffi.new("char[]", room)
-            n = C.llama_chat_apply_template(template.encode(), chat, len(keep), add_assistant, out, room)
+            n = C.llama_chat_apply_template(template.encode(), chat, len(keep), bool(add_assistant), out, room)
             if n < 0:
                 raise TokenizeError("the engine has no rendering for this model's chat template")
             if n <= room:
@@ -265,24 +279,26 @@ class Model:
     @cached_property
     def description(self) -> str:
         """The engine's one-line description."""
+        handle = self._handle
         out = ffi.new("char[]", 256)
-        C.llama_model_desc(self._live, out, 256)
+        C.llama_model_desc(handle.pointer, out, 256)
         return str(ffi.string(out).decode(errors="replace"))
 
     @cached_property
     def metadata(self) -> dict[str, str]:
         """The GGUF's scalar metadata, as strings."""
+        handle = self._handle
 
         def read(function: Any, index: int) -> str:
             room = 256
             while True:
                 out = ffi.new("char[]", room)
-                n = function(self._live, index, out, room)
+                n = function(handle.pointer, index, out, room)
                 if n < room:
                     return str(ffi.string(out).decode(errors="replace"))
                 room = n + 1
 
-        count = C.llama_model_meta_count(self._live)
+        count = C.llama_model_meta_count(handle.pointer)
         return {
             read(C.llama_model_meta_key_by_index, i): read(C.llama_model_meta_val_str_by_index, i) for i in range(count)
         }
@@ -290,12 +306,14 @@ class Model:
     @property
     def n_bytes(self) -> int:
         """Size of all tensors."""
-        return int(C.llama_model_size(self._live))
+        handle = self._handle
+        return int(C.llama_model_size(handle.pointer))
 
     @property
     def n_params(self) -> int:
         """Number of weights."""
-        return int(C.llama_model_n_params(self._live))
+        handle = self._handle
+        return int(C.llama_model_n_params(handle.pointer))
 
     # ── contexts, life ───────────────────────────────────────────────────────────────────────────────
 
@@ -330,10 +348,7 @@ class Model:
 
     def close(self) -> None:
         """Let go of the weights; they are freed when the last context on them is. Does nothing the second time."""
-        handle, self._owned = self._owned, None
-        # Freed here if nobody else needs it, not by a finalizer: that would swallow a Ctrl-C.
-        if handle and not handle.contexts:
-            handle.free()
+        self._owned = None
 
     @property
     def closed(self) -> bool:
@@ -346,15 +361,6 @@ class Model:
             raise ClosedError("model")
         return self._owned
 
-    @property
-    def _live(self) -> Any:
-        return self._handle.pointer
-
-    @property
-    def _live_vocab(self) -> Any:
-        self._handle  # noqa: B018 - raises after close
-        return self._vocab
-
     def __enter__(self) -> Model:
         return self
 
@@ -366,95 +372,18 @@ class Model:
 
 
 class ModelHandle:
-    """Owns a `llama_model *`; contexts keep it alive."""
+    """Owns a `llama_model *`. Contexts, and calls that read the vocabulary, keep it alive."""
 
-    def __init__(self, pointer: Any) -> None:
-        self.pointer = pointer
-        self.contexts: weakref.WeakSet[object] = weakref.WeakSet()
-        self.free = weakref.finalize(self, C.llama_model_free, pointer)
-        self.free.atexit = False
-
-
-class ModelFile:
-    """Which file a model is, without keeping the model alive.
-
-    Two of them are equal if they are the same unchanged file; for different files the fingerprint decides.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        try:
-            with open(self.path, "rb") as file:
-                magic = file.read(4)
-        except OSError as error:
-            raise ModelLoadError(f"{self.path}: {error.strerror}") from None
-        if magic != b"GGUF":
-            raise ModelLoadError(f"{self.path}: not a GGUF file (begins with {magic!r})")
-        self.parts = self._parts()
-        self.stats = tuple(_stat(part) for part in self.parts)
-        self._lock = threading.Lock()
-        self._fingerprint: str | None = None
-
-    def _parts(self) -> tuple[Path, ...]:
-        split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", self.path.name)
-        if not split:
-            return (self.path,)
-        name, count = split.groups()
-        parts = tuple(self.path.with_name(f"{name}-{i:05d}-of-{count}.gguf") for i in range(1, int(count) + 1))
-        missing = [part.name for part in parts if not part.is_file()]
-        if missing:
-            raise ModelLoadError(f"{self.path}: part(s) of this split model are missing: {', '.join(missing)}")
-        return parts
+    def __init__(self) -> None:
+        self.slot = ffi.gc(ffi.new("struct llama_model *[1]"), C.skv_model_free)
 
     @property
-    def fingerprint(self) -> str:
-        """BLAKE3 over all parts, hex; kept on disk by device, inode, size and time of change."""
-        with self._lock:
-            if self._fingerprint is None:
-                try:
-                    if tuple(_stat(part) for part in self.parts) != self.stats:
-                        raise ModelLoadError(f"{self.path}: the file has changed since the model was loaded")
-                    self._fingerprint = self._read_kept() or self._hash()
-                except OSError as error:
-                    raise ModelLoadError(f"{self.path}: {error.strerror}") from None
-            return self._fingerprint
+    def pointer(self) -> Any:
+        return self.slot[0]
 
     @property
-    def _kept(self) -> Path:
-        key = blake3(repr(self.stats).encode()).hexdigest(length=16)
-        return cache_dir() / "fingerprints" / key
-
-    def _read_kept(self) -> str | None:
-        try:
-            kept = self._kept.read_text(encoding="ascii").strip()
-        except (OSError, ValueError):
-            return None
-        return kept if re.fullmatch(r"[0-9a-f]{64}", kept) else None
-
-    def _hash(self) -> str:
-        hasher = blake3(max_threads=blake3.AUTO)
-        for part in self.parts:
-            hasher.update_mmap(part)
-        digest: str = hasher.hexdigest()
-        with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-            write_atomically(self._kept, digest.encode())
-        return digest
-
-    def same_as(self, other: ModelFile) -> bool:
-        """Whether both are the same model; hashes only if it has to."""
-        return self.stats == other.stats or self.fingerprint == other.fingerprint
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise TokenizeError(f"text is not valid Unicode: {error}") from None
-
-
-def _stat(path: Path) -> tuple[int, int, int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    def vocab(self) -> Any:
+        return C.llama_model_get_vocab(self.pointer)
 
 
 class _Progress:
@@ -483,3 +412,10 @@ def _why(log: list[str]) -> str:
     """The most telling line of a failed load: the first error, which the later ones only repeat in other words."""
     reasons = [line.split(": ", 1)[-1] for line in log if "error" in line.lower() or "fail" in line.lower()]
     return reasons[0] if reasons else "the engine could not load it"
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizeError(f"text is not valid Unicode: {error}") from None

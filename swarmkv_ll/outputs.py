@@ -18,15 +18,14 @@ Logits = npt.NDArray[np.float32]
 class ContextHandle:
     """Owns a `llama_context *` and keeps its model's weights alive."""
 
-    def __init__(self, pointer: Any, parent: ModelHandle) -> None:
-        self.pointer, self.parent = pointer, parent
-        parent.contexts.add(self)
-        self.free = weakref.finalize(self, _free_context, pointer, parent)
-        self.free.atexit = False
+    def __init__(self, parent: ModelHandle) -> None:
+        # Freed by cffi, not by a Python finalizer, which would swallow a Ctrl-C. Before the weights: it stands first.
+        self.slot = ffi.gc(ffi.new("struct llama_context *[1]"), C.skv_context_free)
+        self.parent = parent
 
-
-def _free_context(pointer: Any, _parent: ModelHandle) -> None:
-    C.llama_free(pointer)
+    @property
+    def pointer(self) -> Any:
+        return self.slot[0]
 
 
 class Batch:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,6 +65,28 @@ class Device:
     memory_total: int
 
 
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _started
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def check_process() -> None:
+    """Refuse a process that was forked after the engine was started: its threads exist in the parent only.
+
+    Raises
+    ------
+    EngineLoadError
+    """
+    if _forked:
+        raise EngineLoadError("the engine was started before this process was forked; start it in the child (spawn)")
+
+
 _KINDS: dict[int, Literal["cpu", "gpu", "igpu", "accel", "other"]] = {
     C.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
     C.GGML_BACKEND_DEVICE_TYPE_GPU: "gpu",
@@ -81,6 +106,7 @@ def start() -> None:
         The backend folder holds no usable CPU backend. (A release build of ggml says nothing itself.)
     """
     global _started
+    check_process()
     with _start_lock:
         if _started:
             return
@@ -138,6 +164,17 @@ def gpu_device() -> Any | None:
 # ── who may call the engine ──────────────────────────────────────────────────────────────────────────
 
 _global_lock = threading.RLock()
+_locks: weakref.WeakSet[Any] = weakref.WeakSet([_global_lock])
+
+
+def _stop() -> None:
+    """At exit: stop decodes of daemon threads and keep them out, before the libraries they run in are torn down."""
+    C.skv_stop_all()
+    for lock in list(_locks):
+        lock.acquire(timeout=5)
+
+
+atexit.register(_stop)
 
 
 class LlamaGuard:
@@ -166,4 +203,8 @@ class LlamaGuard:
 
     def lock(self) -> Any:
         """The re-entrant lock that a new context is to hold while it is inside the engine."""
-        return _global_lock if self.policy == "global" else threading.RLock()
+        if self.policy == "global":
+            return _global_lock
+        lock = threading.RLock()
+        _locks.add(lock)
+        return lock

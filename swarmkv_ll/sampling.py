@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from copy import copy
 from typing import Any
@@ -49,27 +50,33 @@ class Sampler:
         min_p: float = 0.0,
         seed: int = RANDOM_SEED,
     ) -> None:
-        checks = (
+        temperature, top_p, min_p = float(temperature), float(top_p), float(min_p)
+        top_k, seed = operator.index(top_k), operator.index(seed)
+        for name, value, wanted, ok in (
             ("temperature", temperature, "a finite number, 0 or more", math.isfinite(temperature) and temperature >= 0),
             ("top_k", top_k, "0 to 2147483647", 0 <= top_k < 2**31),
             ("top_p", top_p, "above 0, at most 1", 0 < top_p <= 1),
             ("min_p", min_p, "0 to 1", 0 <= min_p <= 1),
             ("seed", seed, "0 to 4294967295", 0 <= seed <= RANDOM_SEED),
-        )
-        for name, value, wanted, ok in checks:
+        ):
             if not ok:
                 raise InvalidArgumentError(f"{name} should be {wanted}, is {value}")
         self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
-        links = [C.llama_sampler_init_greedy()]
-        if temperature > 0:
-            links = [C.llama_sampler_init_top_k(top_k)] if top_k else []
-            links += [C.llama_sampler_init_top_p(top_p, 1)] if top_p < 1 else []
-            links += [C.llama_sampler_init_min_p(min_p, 1)] if min_p > 0 else []
-            links += [C.llama_sampler_init_temp(temperature), C.llama_sampler_init_dist(seed)]
-        chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
-        for link in links:
-            C.llama_sampler_chain_add(chain, link)
-        self._own(chain)
+        self._own(C.llama_sampler_chain_init(C.llama_sampler_chain_default_params()))
+        if temperature == 0:
+            self._add(C.llama_sampler_init_greedy())
+            return
+        if top_k:
+            self._add(C.llama_sampler_init_top_k(top_k))
+        if top_p < 1:
+            self._add(C.llama_sampler_init_top_p(top_p, 1))
+        if min_p > 0:
+            self._add(C.llama_sampler_init_min_p(min_p, 1))
+        self._add(C.llama_sampler_init_temp(temperature))
+        self._add(C.llama_sampler_init_dist(seed))
+
+    def _add(self, link: Any) -> None:
+        C.llama_sampler_chain_add(self._chain, link)
 
     def _own(self, chain: Any) -> None:
         self._chain = chain
@@ -85,6 +92,8 @@ class Sampler:
         logits : ndarray of float32, shape (n_vocab,)
             Not changed.
         """
+        if not isinstance(logits, np.ndarray):
+            raise InvalidArgumentError(f"logits should be a numpy array, are {type(logits).__name__}")
         if logits.ndim != 1 or logits.dtype != np.float32 or not logits.size:
             raise InvalidArgumentError(
                 f"logits should be float32 of shape (n_vocab,), are {logits.dtype} {logits.shape}"

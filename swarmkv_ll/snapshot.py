@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,10 @@ from .errors import (
     NoLogitsError,
     SnapshotError,
 )
+from .exclusive import alone, new_lock
 from .ffi import C
-from .model import ModelFile, Tokens
+from .model import Tokens
+from .modelfile import ModelFile
 from .outputs import Logits
 
 
@@ -84,7 +86,7 @@ class _Holders:
 
     def __init__(self) -> None:
         self.count = 1
-        self.lock = threading.Lock()
+        self.lock = new_lock()
 
 
 class Snapshot:
@@ -135,7 +137,9 @@ class Snapshot:
         InvalidArgumentError
             `tokens` are not `n_tokens` many.
         """
-        with ctx._lock:
+        if not isinstance(arena, Arena):
+            raise InvalidArgumentError(f"expected an Arena, got {type(arena).__name__}")
+        with ctx._changing() as pointer:
             n_tokens = ctx.position(seq)
             if n_tokens == 0:
                 raise SnapshotError(f"sequence {seq} is empty")
@@ -144,12 +148,12 @@ class Snapshot:
                 known = ctx.model.check_tokens(tokens).copy()
                 known.flags.writeable = False
                 if len(known) != n_tokens:
-                    raise InvalidArgumentError(f"{len(known)} tokens were given for a sequence of {n_tokens}")
+                    raise InvalidArgumentError(f"{len(known)} tokens were given for positions 0 to {n_tokens - 1}")
             n_bytes = ctx.state_size(seq)
             lease = arena.lease(n_bytes)
             try:
                 with runtime.engine_log() as log:
-                    written = C.llama_state_seq_get_data(ctx._ptr, lease._ptr, n_bytes, seq)
+                    written = C.llama_state_seq_get_data(pointer, lease._ptr, n_bytes, seq)
                 if written != n_bytes:
                     reason = runtime.last_reason(log, "no reason given")
                     raise SnapshotError(f"the engine wrote {written:,} of {n_bytes:,} bytes: {reason}")
@@ -166,7 +170,10 @@ class Snapshot:
             except BaseException:
                 lease.release()
                 raise
-            return cls(lease, _Holders(), layout, _Origin.of(ctx), n_tokens, known, last_logits)
+            origin = _Origin.of(ctx)
+            if layout.v_transposed is not None:
+                origin = replace(origin, v_transposed=layout.v_transposed)
+            return cls(lease, _Holders(), layout, origin, n_tokens, known, last_logits)
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -189,14 +196,16 @@ class Snapshot:
         ArenaExhaustedError
             No room; nothing was taken.
         """
+        if arena is not None and not isinstance(arena, Arena):
+            raise InvalidArgumentError(f"expected an Arena, got {type(arena).__name__}")
         with self._using():
-            lease = (arena or self.lease.arena).lease(self.n_bytes)
+            lease = (self.lease.arena if arena is None else arena).lease(self.n_bytes)
             C.skv_memmove(lease._ptr, self.lease._ptr, self.n_bytes)
         return self._twin(lease, _Holders())
 
     def share(self) -> Snapshot:
         """Another snapshot over the same bytes: no copy, for branches that only read. Each is released by itself."""
-        with self._holders.lock:
+        with alone(self._holders.lock, "snapshot"):
             self._check_held()
             self._holders.count += 1
         return self._twin(self.lease, self._holders)
@@ -218,6 +227,7 @@ class Snapshot:
                 expected, actual = getattr(mine, field), getattr(theirs, field)
                 if expected != actual:
                     reasons.append(Reason(field, expected, actual))
+            seq = operator.index(seq)
             if not 0 <= seq < ctx.n_seq_max:
                 reasons.append(Reason("seq", f"0 to {ctx.n_seq_max - 1}", seq))
             elif ctx._cells and (free := ctx._cells.free_without(seq)) < len(self._layout.positions):
@@ -254,7 +264,7 @@ class Snapshot:
         """
         if not isinstance(ctx, Context):
             raise InvalidArgumentError(f"expected a Context, got {type(ctx).__name__}")
-        with ctx._lock, self._using():
+        with ctx._changing() as pointer, self._using():
             compatible = self.can_restore(ctx, seq)
             if not compatible:
                 raise IncompatibleSnapshotError(compatible.reasons)
@@ -263,16 +273,16 @@ class Snapshot:
             bind_contiguous_cache(ctx, self.lease)
             try:
                 with runtime.engine_log() as log:
-                    read = C.llama_state_seq_set_data(ctx._ptr, self.lease._ptr, self.n_bytes, seq)
-                C.llama_synchronize(ctx._ptr)
+                    read = C.llama_state_seq_set_data(pointer, self.lease._ptr, self.n_bytes, seq)
+                C.llama_synchronize(pointer)
                 if read != self.n_bytes:
                     reason = runtime.last_reason(log, "no reason given")
                     raise SnapshotError(f"the engine read {read:,} of {self.n_bytes:,} bytes: {reason}")
+                ctx._replaced(seq, self._layout.positions, self.last_logits)
+                return ctx.position(seq)
             except BaseException:
                 ctx._replaced(seq, None, None)
                 raise
-            ctx._replaced(seq, self._layout.positions, self.last_logits)
-            return ctx.position(seq)
 
     def release(self) -> None:
         """Let go of the bytes; the last snapshot that shares them gives them back to the arena.
@@ -284,7 +294,7 @@ class Snapshot:
         LiveViewsError
             It was the last one, and a numpy view is alive; nothing changed.
         """
-        with self._holders.lock:
+        with alone(self._holders.lock, "snapshot"):
             self._check_held()
             if self._holders.count == 1:
                 self.lease._give_back()
@@ -303,13 +313,13 @@ class Snapshot:
     @contextmanager
     def _using(self) -> Iterator[None]:
         """Keep the bytes while they are read, should another thread release this snapshot meanwhile."""
-        with self._holders.lock:
+        with alone(self._holders.lock, "snapshot"):
             self._check_held()
             self._holders.count += 1
         try:
             yield
         finally:
-            with self._holders.lock:
+            with alone(self._holders.lock, "snapshot"):
                 self._holders.count -= 1
                 if self._holders.count == 0:
                     with suppress(LiveViewsError):  # then the lease goes back when the view does

@@ -22,11 +22,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 @pytest.fixture(scope="session")
 def models(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     """Tiny models, loaded: `models["llama"]`. Their fingerprints stay out of the user's cache."""
-    import swarmkv_ll.model
+    import swarmkv_ll.modelfile
 
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(swarmkv_ll.model, "cache_dir", lambda: cache)
+        patch.setattr(swarmkv_ll.modelfile, "cache_dir", lambda: cache)
         yield Models(files)
 
 

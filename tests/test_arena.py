@@ -160,15 +160,16 @@ def test_any_sequence_of_leases_and_releases(steps: list[tuple[bool, int, int]])
 
 
 def test_the_integrity_check_can_fail(arena: Arena) -> None:
-    lease = arena.lease(ALIGNMENT)
-    good = list(arena._free)
-    for broken in ([], [(0, 32768)], [(4096, 24576)], [(4096, 4096), (8192, 24576)], [(4096, 28672), (32768, 0)]):
-        arena._free = broken
+    first, second = arena.lease(ALIGNMENT), arena.lease(ALIGNMENT)
+    good = second.offset, second.capacity
+    for broken in ((0, ALIGNMENT), (ALIGNMENT, 0), (ALIGNMENT + 1, ALIGNMENT), (ALIGNMENT, arena.n_bytes)):
+        second.offset, second.capacity = broken
         with pytest.raises(IntegrityError):
             arena.check_integrity()
-    arena._free = good
+    second.offset, second.capacity = good
     arena.check_integrity()
-    lease.release()
+    first.release()
+    second.release()
 
 
 def test_threads_leasing_at_once_get_different_bytes() -> None:

@@ -500,7 +500,8 @@ def test_ctrl_c_stops_a_decode_and_takes_it_back(files: Files, kind: str, left: 
     # The signal may come before the first batch, and then even recurrent memory is as it was.
     outcomes = [f"{left} 20 {free}"] if kind in (ATTENTION, SLIDING) else [f"{left} 20 {free}", f"40 20 {free}"]
     inside, state, *answers = printed.splitlines()
-    assert int(inside) in (1, 2)
+    # A recurrent memory of several sequences cannot be left half-way: the engine finishes its batch first.
+    assert int(inside) in ((1, 2) if kind in (ATTENTION, SLIDING) else (0,))
     assert state in outcomes
     assert answers == ["True", "True"]
 

@@ -70,7 +70,9 @@ def load_error(
     """What loading the engine of `package` raises: the exception's name, its line, and its attributes."""
     done = run_python(
         f"""
-        import json
+        import json, sys
+        # An editable installation would find the parts that the copy lacks.
+        sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
         from swarmkv_ll.errors import EngineLoadError
         try:
             {code}

@@ -30,10 +30,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import BOS, EOS, IM_END, IM_START, SLIDING_WINDOW
 
-import swarmkv_ll.model
+import swarmkv_ll.modelfile
 from swarmkv_ll import Model
 from swarmkv_ll.errors import ClosedError, InvalidArgumentError, ModelLoadError, TokenizeError
-from swarmkv_ll.model import ModelFile
+from swarmkv_ll.modelfile import ModelFile
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -318,7 +318,7 @@ def test_no_template_or_one_the_engine_does_not_know(files: Files, tmp_path: Pat
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setattr(swarmkv_ll.model, "cache_dir", lambda: folder)
+    monkeypatch.setattr(swarmkv_ll.modelfile, "cache_dir", lambda: folder)
     return folder
 
 

@@ -16,7 +16,7 @@ PACKAGE = Path(swarmkv_ll.__file__).parent
 ORDER = [
     ["errors"],
     ["blob", "budget", "cells", "cache"],
-    ["default_model"],
+    ["default_model", "modelfile", "exclusive"],
     ["ffi"],
     ["runtime"],
     ["sampling"],
@@ -39,6 +39,8 @@ PURE = {
     "cells": {"errors"},
     "cache": {"errors"},
     "default_model": {"cache", "errors"},
+    "modelfile": {"cache", "errors"},
+    "exclusive": {"errors"},
 }
 """These work without a built engine, and import nothing else of ours."""
 

@@ -124,8 +124,6 @@ struct llama_model_params llama_model_default_params(void);
 struct llama_context_params llama_context_default_params(void);
 struct llama_sampler_chain_params llama_sampler_chain_default_params(void);
 
-struct llama_model * llama_model_load_from_file(const char * path_model, struct llama_model_params params);
-void llama_model_free(struct llama_model * model);
 const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);
 enum llama_rope_type llama_model_rope_type(const struct llama_model * model);
 int32_t llama_model_n_ctx_train(const struct llama_model * model);
@@ -160,8 +158,6 @@ int32_t llama_detokenize(const struct llama_vocab * vocab, const llama_token * t
 int32_t llama_chat_apply_template(const char * tmpl, const struct llama_chat_message * chat, size_t n_msg,
                                   bool add_ass, char * buf, int32_t length);
 
-struct llama_context * llama_init_from_model(struct llama_model * model, struct llama_context_params params);
-void llama_free(struct llama_context * ctx);
 uint32_t llama_n_ctx(const struct llama_context * ctx);
 uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
 uint32_t llama_n_batch(const struct llama_context * ctx);
@@ -211,6 +207,12 @@ int skv_advise_huge(void * ptr, size_t n_bytes);
 int skv_prefault(void * ptr, size_t n_bytes);
 int skv_lock(void * ptr, size_t n_bytes);
 void skv_unlock(void * ptr, size_t n_bytes);
+void skv_model_load(const char * path, struct llama_model_params params, struct llama_model ** slot);
+void skv_model_free(struct llama_model ** slot);
+void skv_context_init(struct llama_model * model, struct llama_context_params params, struct llama_context ** slot);
+void skv_context_free(struct llama_context ** slot);
+void skv_stop_all(void);
+bool skv_poll_stop(void * data);
 bool skv_poll_interrupt(void * data);
 
 extern "Python" bool skv_on_progress(float progress, void * user_data);

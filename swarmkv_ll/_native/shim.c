@@ -202,7 +202,47 @@ int skv_lock(void * ptr, size_t n_bytes) { return mlock(ptr, n_bytes) == 0 ? 0 :
 
 void skv_unlock(void * ptr, size_t n_bytes) { munlock(ptr, n_bytes); }
 
-/* ── Ctrl-C inside a decode ── */
+/*
+ * ── owners ──
+ *
+ * The engine's objects are put into memory that Python already owns before the call returns, so that a Ctrl-C on the
+ * way back cannot lose them.
+ */
+
+void skv_model_load(const char * path, struct llama_model_params params, struct llama_model ** slot) {
+    *slot = llama_model_load_from_file(path, params);
+}
+
+void skv_model_free(struct llama_model ** slot) {
+    if (*slot) {
+        llama_model_free(*slot);
+    }
+    *slot = NULL;
+}
+
+void skv_context_init(struct llama_model * model, struct llama_context_params params, struct llama_context ** slot) {
+    *slot = llama_init_from_model(model, params);
+}
+
+void skv_context_free(struct llama_context ** slot) {
+    if (*slot) {
+        llama_free(*slot);
+    }
+    *slot = NULL;
+}
+
+/* ── stopping a decode: Ctrl-C, and the end of the process ── */
+
+static volatile bool stopping;
+
+/* From now on every decode is stopped: the libraries it runs in are about to be torn down. */
+void skv_stop_all(void) { stopping = true; }
+
+/* For models whose decode cannot be left half-way through a batch. */
+bool skv_poll_stop(void * data) {
+    (void) data;
+    return stopping;
+}
 
 /*
  * The engine asks before each graph node, some hundred times a token, in the thread that called it. Only the main
@@ -211,6 +251,9 @@ void skv_unlock(void * ptr, size_t n_bytes) { munlock(ptr, n_bytes); }
 bool skv_poll_interrupt(void * data) {
     static _Thread_local int is_main = -1;
     static int64_t next_us; /* of the main thread only */
+    if (stopping) {
+        return true;
+    }
     if (is_main < 0) {
         is_main = getpid() == (pid_t) syscall(SYS_gettid);
     }

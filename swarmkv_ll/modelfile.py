@@ -1,0 +1,140 @@
+"""A model's file: that it is one the engine can take, and what identifies it. Needs no engine."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import stat
+import struct
+import threading
+from pathlib import Path
+
+from blake3 import blake3
+
+from .cache import cache_dir, write_atomically
+from .errors import ModelLoadError
+
+
+class ModelFile:
+    """Which file a model is, without keeping the model alive.
+
+    Two of them are equal if they are the same unchanged file; for different files the fingerprint decides.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            if not stat.S_ISREG(os.stat(self.path).st_mode):
+                raise ModelLoadError(f"{self.path}: {'Is a directory' if self.path.is_dir() else 'not a regular file'}")
+            with open(self.path, "rb") as file:
+                magic = file.read(4)
+        except OSError as error:
+            raise ModelLoadError(f"{self.path}: {error.strerror}") from None
+        except ValueError as error:  # a NUL or half a surrogate in the name
+            raise ModelLoadError(f"{str(self.path)!a} cannot be a file name: {error}") from None
+        if magic != b"GGUF":
+            raise ModelLoadError(f"{self.path}: not a GGUF file (begins with {magic!r})")
+        _check_vocabulary(self.path)
+        self.parts = self._parts()
+        self.stats = tuple(_stat(part) for part in self.parts)
+        self._lock = threading.Lock()
+        self._fingerprint: str | None = None
+
+    def _parts(self) -> tuple[Path, ...]:
+        split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", self.path.name)
+        if not split:
+            return (self.path,)
+        name, count = split.groups()
+        parts = tuple(self.path.with_name(f"{name}-{i:05d}-of-{count}.gguf") for i in range(1, int(count) + 1))
+        missing = [part.name for part in parts if not part.is_file()]
+        if missing:
+            raise ModelLoadError(f"{self.path}: part(s) of this split model are missing: {', '.join(missing)}")
+        return parts
+
+    @property
+    def fingerprint(self) -> str:
+        """BLAKE3 over all parts, hex; kept on disk by device, inode, size and time of change."""
+        with self._lock:
+            if self._fingerprint is None:
+                try:
+                    if tuple(_stat(part) for part in self.parts) != self.stats:
+                        raise ModelLoadError(f"{self.path}: the file has changed since the model was loaded")
+                    self._fingerprint = self._read_kept() or self._hash()
+                except OSError as error:
+                    raise ModelLoadError(f"{self.path}: {error.strerror}") from None
+            return self._fingerprint
+
+    @property
+    def _kept(self) -> Path:
+        key = blake3(repr(self.stats).encode()).hexdigest(length=16)
+        return cache_dir() / "fingerprints" / key
+
+    def _read_kept(self) -> str | None:
+        try:
+            kept = self._kept.read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return None
+        return kept if re.fullmatch(r"[0-9a-f]{64}", kept) else None
+
+    def _hash(self) -> str:
+        hasher = blake3(max_threads=blake3.AUTO)
+        for part in self.parts:
+            hasher.update_mmap(part)
+        digest: str = hasher.hexdigest()
+        with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
+            write_atomically(self._kept, digest.encode())
+        return digest
+
+    def same_as(self, other: ModelFile) -> bool:
+        """Whether both are the same model; hashes only if it has to."""
+        return self.stats == other.stats or self.fingerprint == other.fingerprint
+
+
+def _stat(path: Path) -> tuple[int, int, int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _ARRAY = 8, 9
+
+
+def _check_vocabulary(path: Path) -> None:
+    """Refuse a vocabulary in which two tokens have the same text: the engine aborts on it (`src/llama-vocab.cpp`).
+
+    Reads the GGUF's metadata only. What is damaged in another way is left to the engine, which says so.
+    """
+    with open(path, "rb") as file, contextlib.suppress(struct.error, ValueError, KeyError, OSError):
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        _, version, _, n_fields = struct.unpack_from("<IIQQ", data)
+        if version not in (2, 3):
+            return
+        at = 24
+        for _ in range(n_fields):
+            key, at = _string(data, at)
+            (kind,) = struct.unpack_from("<I", data, at)
+            at += 4
+            count = 1
+            if kind == _ARRAY:
+                kind, count = struct.unpack_from("<IQ", data, at)
+                at += 12
+            if kind != _STRING:
+                at += count * _SCALAR_BYTES[kind]
+                continue
+            seen: set[bytes] = set()
+            for i in range(count):
+                text, at = _string(data, at)
+                if key == b"tokenizer.ggml.tokens" and text in seen:
+                    raise ModelLoadError(f"{path}: token {i} has the text {text!r}, as an earlier one has")
+                if text:
+                    seen.add(text)
+
+
+def _string(data: mmap.mmap, at: int) -> tuple[bytes, int]:
+    (length,) = struct.unpack_from("<Q", data, at)
+    begin, end = at + 8, at + 8 + length
+    if end > len(data):
+        raise ValueError("text reaches beyond the file")
+    return data[begin:end], end
