@@ -13,7 +13,7 @@ import pytest
 from swarmkv_ll import Arena, Context, Model, Snapshot
 from swarmkv_ll.default_model import fetch_default_model
 from swarmkv_ll.fanout import prefill
-from swarmkv_ll.measure import Activation, Copies, activation, copies
+from swarmkv_ll.measure import Times, activation, copies
 
 N_DOCUMENT = 3501
 N_CTX = 4608
@@ -86,12 +86,12 @@ def snapshot(ctx: Context, arena: Arena) -> Iterator[Snapshot]:
 
 
 @pytest.fixture(scope="session")
-def copied(ctx: Context, snapshot: Snapshot) -> Copies:
+def copied(ctx: Context, snapshot: Snapshot) -> Times:
     """Fork, export, restore and share beside `np.copyto`, in turns."""
-    return copies(ctx, snapshot, rounds=25)
+    return copies(ctx, snapshot, rounds=40)
 
 
 @pytest.fixture(scope="session")
-def active(ctx: Context, snapshot: Snapshot, question: npt.NDArray[np.int32]) -> Activation:
+def active(ctx: Context, snapshot: Snapshot, question: npt.NDArray[np.int32]) -> Times:
     """The ways to a branch's first logits, in turns."""
-    return activation(ctx, snapshot, question, rounds=15)
+    return activation(ctx, snapshot, question, rounds=41)

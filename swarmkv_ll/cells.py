@@ -37,10 +37,8 @@ class CellLedger:
     def _held(self, seq: int) -> _Array:
         return self._state[1][seq]
 
-    def _commit(self, seq: int, change: int, cells: _Array, held: _Array) -> None:
+    def _commit(self, seq: int, pool: _Array, held: _Array) -> None:
         pools, rows = list(self._state[0]), list(self._state[1])
-        pool = self._pool(seq).copy()
-        pool[cells] += change
         pools[0 if self.unified else seq], rows[seq] = pool, held
         self._state = tuple(pools), tuple(rows)
 
@@ -59,22 +57,39 @@ class CellLedger:
 
     def add(self, seq: int, positions: _Array) -> None:
         """`seq` takes a new cell for each position; the caller has made sure that they are free."""
-        cells = np.flatnonzero(self._pool(seq) == 0)[: len(positions)].astype(np.int32)
-        self._commit(seq, +1, cells, np.concatenate([self._held(seq), np.stack([positions, cells], axis=1)]))
+        pool, held = _take(self._pool(seq).copy(), positions)
+        self._commit(seq, pool, np.concatenate([self._held(seq), held]))
+
+    def replace(self, seq: int, positions: _Array) -> None:
+        """`seq` lets go of all its cells and takes a new one for each position."""
+        pool = self._pool(seq).copy()
+        pool[self._held(seq)[:, 1]] -= 1
+        self._commit(seq, *_take(pool, positions))
 
     def remove(self, seq: int, begin: int, end: int) -> None:
         """`seq` lets go of its cells at positions begin … end−1."""
-        held = self._held(seq)
+        pool, held = self._pool(seq).copy(), self._held(seq)
         inside = (held[:, 0] >= begin) & (held[:, 0] < end)
-        self._commit(seq, -1, held[inside, 1], held[~inside])
+        pool[held[inside, 1]] -= 1
+        self._commit(seq, pool, held[~inside])
 
     def share(self, source: int, target: int, end: int) -> None:
         """`target`, which is empty, takes the cells of `source` at positions below `end` (unified only)."""
-        held = self._held(source)
+        pool, held = self._pool(target).copy(), self._held(source)
         taken = held[held[:, 0] < end]
-        self._commit(target, +1, taken[:, 1], taken)
+        pool[taken[:, 1]] += 1
+        self._commit(target, pool, taken)
 
     def clear(self) -> None:
         """Nobody holds anything."""
         pools, rows = self._state
         self._state = (np.zeros_like(pools[0]),) * len(pools), (rows[0][:0],) * len(rows)
+
+
+def _take(pool: _Array, positions: _Array) -> tuple[_Array, _Array]:
+    """Free cells of `pool` for `positions`: the pool with them taken, and rows of (position, cell)."""
+    held = np.empty((len(positions), 2), np.int32)
+    held[:, 0] = positions
+    held[:, 1] = np.flatnonzero(pool == 0)[: len(positions)]
+    pool[held[:, 1]] = 1
+    return pool, held

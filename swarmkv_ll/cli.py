@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from .fanout import FanOut
-    from .measure import Activation, Copies
+    from .measure import Times
     from .model import Model
 
 err = Console(stderr=True)
@@ -338,44 +338,40 @@ def _ratios(
                 copies = measure.copies(ctx, snapshot)
                 active = measure.activation(ctx, snapshot, question)
                 snapshot.restore(ctx)
-                alone, batched = measure.batched_generation(ctx, question)
+                generation = measure.batched_generation(ctx, question)
     prefill_s = baseline.prefill_ms / 1e3 / len(prompts)
-    return [
-        *_copy_ratios(copies),
-        *_run_ratios(prefill_s, copies, active),
-        *_end_to_end(result, baseline, alone, batched),
-    ]
-
-
-def _copy_ratios(copies: Copies) -> list[Ratio]:
-    return [
-        Ratio("fork ÷ np.copyto of as many bytes", copies.copyto / copies.fork, 0.95),
-        Ratio("first fork in a new arena ÷ a warm one", copies.fork / copies.first_fork, 0.75),
-        Ratio("export ÷ np.copyto", copies.copyto / copies.export, 0.85),
-        Ratio("restore ÷ np.copyto", copies.copyto / copies.restore, 0.85),
-        Ratio("share()", 1e6 * copies.share, 20, "µs", at_most=True),
-    ]
-
-
-def _run_ratios(prefill_s: float, copies: Copies, active: Activation) -> list[Ratio]:
-    def end_to_end(n: int) -> float:
-        return n * (prefill_s + active.bound) / (prefill_s + copies.export + n * active.forked)
-
-    return [
-        Ratio("re-prefill ÷ (fork + restore + branch)", (prefill_s + active.bound) / active.forked, 100, "×"),
-        Ratio("… as a share of its bound, branch alone", active.bound / active.forked, 0.85),
-        Ratio("re-prefill ÷ branch, context holds document", (prefill_s + active.bound) / active.held, 100, "×"),
-        Ratio("… as a share of its bound, branch alone", active.bound / active.held, 0.98),
-        Ratio("2 branches, one token each, end to end (computed)", end_to_end(2), 1.95, "×"),
-        Ratio("8 branches, one token each, end to end (computed)", end_to_end(8), 7.5, "×"),
-    ]
-
-
-def _end_to_end(result: FanOut, baseline: FanOut, alone: float, batched: float) -> list[Ratio]:
     n = len(result.branches)
     return [
+        *_copy_ratios(copies),
+        *_branch_ratios(prefill_s, copies, active),
         Ratio(f"these {n} answers, end to end", baseline.end_to_end_ms / result.end_to_end_ms, None, "×"),
-        Ratio("8 branches × 32 tokens, in one batch ÷ in turn", alone / batched, 1.3, "×"),
+        Ratio("8 × 32 tokens in one batch, against in turn", generation.ratio("one_at_a_time", "together"), 1.3, "×"),
+    ]
+
+
+def _copy_ratios(copies: Times) -> list[Ratio]:
+    return [
+        Ratio("fork ÷ np.copyto of as many bytes", copies.ratio("copyto", "fork"), 0.95),
+        Ratio("first fork in a new arena ÷ a warm one", copies.ratio("fork", "first_fork"), 0.75),
+        Ratio("export ÷ np.copyto", copies.ratio("copyto", "export"), 0.85),
+        Ratio("restore ÷ np.copyto", copies.ratio("copyto", "restore"), 0.85),
+        Ratio("share()", 1e6 * copies.median("share"), 20, "µs", at_most=True),
+    ]
+
+
+def _branch_ratios(prefill_s: float, copies: Times, active: Times) -> list[Ratio]:
+    bound, forked, held = (active.median(name) for name in ("bound", "forked", "held"))
+
+    def end_to_end(n: int) -> float:
+        return n * (prefill_s + bound) / (prefill_s + copies.median("export") + n * forked)
+
+    return [
+        Ratio("re-prefill ÷ (fork + restore + branch)", (prefill_s + bound) / forked, 100, "×"),
+        Ratio("… as a share of its bound, branch alone", active.ratio("bound", "forked"), 0.85),
+        Ratio("re-prefill ÷ branch, context holds document", (prefill_s + bound) / held, 100, "×"),
+        Ratio("… as a share of its bound, branch alone", active.ratio("bound", "held"), 0.98),
+        Ratio("2 branches, one token each, end to end (computed)", end_to_end(2), 1.95, "×"),
+        Ratio("8 branches, one token each, end to end (computed)", end_to_end(8), 7.5, "×"),
     ]
 
 

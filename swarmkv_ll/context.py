@@ -503,9 +503,7 @@ class Context:
         if positions is None:
             C.llama_memory_seq_rm(self._memory, seq, -1, -1)
         if self._cells:
-            self._cells.remove(seq, 0, 2**31 - 1)
-            if positions is not None:
-                self._cells.add(seq, positions)
+            self._cells.replace(seq, np.empty(0, np.int32) if positions is None else positions)
         self._outputs.restore(seq, row)
 
     # ── checks and life ──────────────────────────────────────────────────────────────────────────────

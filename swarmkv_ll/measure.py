@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -18,79 +17,69 @@ from .sampling import Sampler
 from .snapshot import Snapshot
 
 
-def interleaved(rounds: int, **steps: Callable[[], object]) -> dict[str, float]:
-    """Median seconds of each step, taken in turns (A B C A B C …) so that noise falls on all alike.
+class Times(dict[str, list[float]]):
+    """Seconds of each step, round by round."""
 
-    What a step returns is closed or released outside the timing if it has a `release`.
+    def median(self, name: str) -> float:
+        """A step's median, in seconds."""
+        return median(self[name])
+
+    def ratio(self, a: str, b: str) -> float:
+        """How many times as long as `b` step `a` takes: the median over rounds, so that drift falls on both alike."""
+        return median(x / y for x, y in zip(self[a], self[b], strict=True))
+
+
+def interleaved(rounds: int, **steps: Callable[[], object]) -> Times:
+    """Time steps in turns (A B C A B C …), so that noise falls on all alike.
+
+    A step that gives a snapshot has it released outside the timing; one that gives a float has timed itself.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    times = Times({name: [] for name in steps})
     for _ in range(rounds):
         for name, step in steps.items():
             begin = perf_counter()
             result = step()
-            seconds[name].append(perf_counter() - begin)
+            seconds = perf_counter() - begin
+            times[name].append(result if isinstance(result, float) else seconds)
             if isinstance(result, Snapshot):
                 result.release()
-    return {name: median(values) for name, values in seconds.items()}
+    return times
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Seconds for moving one sequence's state, beside `np.copyto` of as many bytes."""
+def copies(ctx: Context, snapshot: Snapshot, rounds: int = 15) -> Times:
+    """Time what moves a state: `fork`, `export`, `restore`, `share`, beside `copyto`, np.copyto of as many bytes.
 
-    n_bytes: int
-    copyto: float
-    fork: float
-    export: float
-    restore: float
-    share: float
-    first_fork: float
-
-
-def copies(ctx: Context, snapshot: Snapshot, rounds: int = 15) -> Copies:
-    """Time fork, export, restore and share of `snapshot`, which `ctx` can take and holds in sequence 0."""
+    `first_fork` is the first one in an arena just made. `ctx` can take `snapshot` and holds it in sequence 0.
+    """
     n_bytes = snapshot.n_bytes
 
     def first_fork() -> float:
-        with Arena(n_bytes) as arena:
+        with Arena(n_bytes) as fresh:
             begin = perf_counter()
-            fork = snapshot.fork(arena)
+            fork = snapshot.fork(fresh)
             seconds = perf_counter() - begin
             fork.release()
         return seconds
 
-    cold = [first_fork() for _ in range(5)]
     with Arena(3 * (n_bytes + 4096)) as arena, arena.lease(n_bytes) as source, arena.lease(n_bytes) as target:
         source.array[:] = snapshot.array
-        steps = interleaved(
+        return interleaved(
             rounds,
             copyto=partial(np.copyto, target.array, source.array),
             fork=lambda: snapshot.fork(arena),
             export=lambda: ctx.snapshot(arena),
             restore=lambda: snapshot.restore(ctx),
             share=snapshot.share,
+            first_fork=first_fork,
         )
-    return Copies(n_bytes, **steps, first_fork=median(cold))
 
 
-@dataclass(frozen=True)
-class Activation:
-    """Seconds until a branch has its first logits.
+def activation(ctx: Context, snapshot: Snapshot, question: Tokens, rounds: int = 9) -> Times:
+    """Time the ways to a branch's first logits in sequence 0 of `ctx`.
 
-    `forked` by fork, restore and prompt in a reused context; `held` by dropping the last branch's suffix from a
-    context that still holds the document; `bound` for the prompt's decode alone.
+    ``forked`` by fork, restore and prompt in a reused context; ``held`` by dropping the last branch's suffix from a
+    context that still holds the document; ``bound`` for the prompt's decode alone.
     """
-
-    bound: float
-    forked: float
-    held: float
-
-
-def activation(ctx: Context, snapshot: Snapshot, question: Tokens, rounds: int = 9) -> Activation:
-    """Time the ways to a branch's first logits in sequence 0 of `ctx`."""
-
-    def rewind() -> None:
-        ctx.remove(0, snapshot.n_tokens)
 
     def forked() -> None:
         with snapshot.fork() as fork:
@@ -98,26 +87,23 @@ def activation(ctx: Context, snapshot: Snapshot, question: Tokens, rounds: int =
             ctx.decode(question)
 
     def held() -> None:
-        rewind()
+        ctx.remove(0, snapshot.n_tokens)
         ctx.decode(question)
 
     def bound() -> float:
-        rewind()
+        ctx.remove(0, snapshot.n_tokens)
         begin = perf_counter()
         ctx.decode(question)
         return perf_counter() - begin
 
-    snapshot.restore(ctx)
-    ctx.decode(question)
-    alone: list[float] = []
-    times = interleaved(rounds, bound=lambda: alone.append(bound()), forked=forked, held=held)
-    return Activation(median(alone), times["forked"], times["held"])
+    forked()
+    return interleaved(rounds, bound=bound, forked=forked, held=held)
 
 
 def batched_generation(
     ctx: Context, question: Tokens, n_branches: int = 8, n_tokens: int = 32, rounds: int = 1
-) -> tuple[float, float]:
-    """Seconds to generate for `n_branches`, one after another and all in one batch.
+) -> Times:
+    """Time generating for `n_branches`, `one_at_a_time` and `together` in one batch.
 
     `ctx` holds the document in sequence 0 and has at least 1 + n_branches sequences.
     """
@@ -137,5 +123,4 @@ def batched_generation(
             generate(range(1, 2))
 
     with Sampler() as greedy:
-        times = interleaved(rounds, one_at_a_time=one_at_a_time, together=lambda: generate(range(1, 1 + n_branches)))
-    return times["one_at_a_time"], times["together"]
+        return interleaved(rounds, one_at_a_time=one_at_a_time, together=lambda: generate(range(1, 1 + n_branches)))

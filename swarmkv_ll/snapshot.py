@@ -81,6 +81,9 @@ class _Origin:
         return cls(ctx.model.file, ctx.type_k, ctx.type_v, ctx.flash_attn, ctx.v_transposed, n_stream)
 
 
+_LAYOUT_FIELDS = ("type_k", "type_v", "flash_attn", "v_transposed", "n_stream")
+
+
 class _Holders:
     """How many hold one lease: the snapshots that share it, and calls that are reading it just now."""
 
@@ -221,9 +224,9 @@ class Snapshot:
             ctx._ptr  # noqa: B018 - raises after close
             mine, theirs = self._origin, _Origin.of(ctx)
             reasons = []
-            if not mine.model.same_as(theirs.model):
+            if mine.model is not theirs.model and not mine.model.same_as(theirs.model):
                 reasons.append(Reason("model", mine.model.fingerprint[:16], theirs.model.fingerprint[:16]))
-            for field in ("type_k", "type_v", "flash_attn", "v_transposed", "n_stream"):
+            for field in _LAYOUT_FIELDS:
                 expected, actual = getattr(mine, field), getattr(theirs, field)
                 if expected != actual:
                     reasons.append(Reason(field, expected, actual))

@@ -119,8 +119,13 @@ static void keep_line(void) {
     }
 }
 
+static void advise_new_memory(void);
+
 static void on_log(enum ggml_log_level level, const char * text, void * user_data) {
     (void) user_data;
+    if (strstr(text, "KV buffer size")) {
+        advise_new_memory();
+    }
     if (level != GGML_LOG_LEVEL_CONT) {
         partial_level = level;
     }
@@ -203,6 +208,58 @@ int skv_lock(void * ptr, size_t n_bytes) { return mlock(ptr, n_bytes) == 0 ? 0 :
 void skv_unlock(void * ptr, size_t n_bytes) { munlock(ptr, n_bytes); }
 
 /*
+ * ── huge pages for the KV cache ──
+ *
+ * The engine allocates its KV cache, says so in its log, and then clears it, which is what takes the pages. Advice given
+ * in between makes them huge pages where the kernel gives those on request, for less time spent on page tables in every
+ * export and restore. Should the log read otherwise one day, nothing is lost but that.
+ */
+
+struct range { uintptr_t begin, end; };
+
+enum { MOST_RANGES = 1024 };
+
+static _Thread_local struct range known[MOST_RANGES]; /* what was mapped before the context */
+static _Thread_local int n_known = -1;                /* -1: no context is being made in this thread */
+
+/* Private, writable, anonymous mappings, in order of address. */
+static int read_ranges(struct range * out) {
+    int n = 0;
+    FILE * maps = fopen("/proc/self/maps", "re");
+    for (char line[512]; maps && n < MOST_RANGES && fgets(line, sizeof line, maps);) {
+        unsigned long begin, end, inode;
+        char mode[5];
+        if (sscanf(line, "%lx-%lx %4s %*s %*s %lu", &begin, &end, mode, &inode) == 4 && !inode
+            && strcmp(mode, "rw-p") == 0) {
+            out[n++] = (struct range) { begin, end };
+        }
+    }
+    if (maps) {
+        fclose(maps);
+    }
+    return n;
+}
+
+static void advise_new_memory(void) {
+    struct range * now = n_known < 0 ? NULL : malloc(MOST_RANGES * sizeof *now);
+    const int n = now ? read_ranges(now) : 0;
+    for (int i = 0, k = 0; i < n; i++) {
+        uintptr_t at = now[i].begin;
+        while (at < now[i].end) {
+            while (k < n_known && known[k].end <= at) {
+                k++;
+            }
+            const uintptr_t stop = k < n_known && known[k].begin < now[i].end ? known[k].begin : now[i].end;
+            if (stop > at && stop - at >= 2u << 20) {
+                madvise((void *) at, stop - at, MADV_HUGEPAGE);
+            }
+            at = k < n_known && stop == known[k].begin ? known[k].end : stop;
+        }
+    }
+    free(now);
+}
+
+/*
  * ── owners ──
  *
  * The engine's objects are put into memory that Python already owns before the call returns, so that a Ctrl-C on the
@@ -221,7 +278,9 @@ void skv_model_free(struct llama_model ** slot) {
 }
 
 void skv_context_init(struct llama_model * model, struct llama_context_params params, struct llama_context ** slot) {
+    n_known = read_ranges(known);
     *slot = llama_init_from_model(model, params);
+    n_known = -1;
 }
 
 void skv_context_free(struct llama_context ** slot) {
