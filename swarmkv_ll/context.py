@@ -71,8 +71,9 @@ class Context:
 
     Notes
     -----
-    A context may be used from any thread, by one at a time: calls wait for each other (`LlamaGuard`). The views
-    that `logits` gives are the engine's memory.
+    A context may be used from any thread, by one at a time: calls wait for each other (`LlamaGuard`). But each decode
+    drops the logits of the one before, so threads that share a context need a lock around decode and `logits`. A signal
+    handler or callback inside a call may ask (`position`), not change: `ReentrantCallError`.
     """
 
     def __init__(

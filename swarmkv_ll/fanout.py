@@ -311,7 +311,9 @@ class _Run:
         with ExitStack() as stack:
             first = stack.enter_context(self._context(n_ctx, 1))
             self._prefill(first)
-            arena = stack.enter_context(Arena.for_branches(first, n_parallel))
+            # One context that can drop a branch's suffix needs no fork at all.
+            n_forks = 0 if n_parallel == 1 and self.model.capabilities.attention_only else n_parallel
+            arena = stack.enter_context(Arena.for_branches(first, n_forks))
             document = stack.enter_context(first.snapshot(arena, tokens=self.prefix))
             self.result.snapshot_bytes = document.n_bytes
             pool: queue.SimpleQueue[tuple[Context, bool]] = queue.SimpleQueue()
