@@ -178,7 +178,7 @@ def fanout(
         _show(_answers(result))
     _show(_times(result, baseline))
     if compare:
-        _show(_ratio_table(ratios, result.document_tokens))
+        _show(Group("", _ratio_table(ratios, result.document_tokens)))
 
 
 def _show(renderable: Any) -> None:
@@ -242,7 +242,7 @@ def _answer(
 
     progress.start()
     try:
-        return fan_out(
+        result = fan_out(
             model,
             document,
             prompts,
@@ -253,6 +253,8 @@ def _answer(
             chat=chat,
             n_ctx=n_ctx,
         )
+        shown.branches = result.branches  # the last picture also tells which answers were cut short
+        return result
     finally:
         progress.stop()
         live.stop()
@@ -335,10 +337,10 @@ def _ratios(
         with model.context(n_ctx, 9) as ctx:
             prefill(ctx, tokens, on_progress=tell)
             with Arena.for_branches(ctx, 1) as arena, ctx.snapshot(arena) as snapshot:
-                copies = measure.copies(ctx, snapshot)
-                active = measure.activation(ctx, snapshot, question)
+                copies = measure.copies(ctx, snapshot, rounds=25)
+                active = measure.activation(ctx, snapshot, question, rounds=21)
                 snapshot.restore(ctx)
-                generation = measure.batched_generation(ctx, question)
+                generation = measure.batched_generation(ctx, question, rounds=2)
     prefill_s = baseline.prefill_ms / 1e3 / len(prompts)
     n = len(result.branches)
     return [
@@ -391,7 +393,7 @@ def _ratio_table(ratios: list[Ratio], document_tokens: int) -> Table:
             wanted = f"{'≤' if ratio.at_most else '≥'} {ratio.target:g} {ratio.unit}".strip()
             met = ratio.value <= ratio.target if ratio.at_most else ratio.value >= ratio.target
             mark = "" if not judged else "[green]met[/]" if met else "[yellow]missed[/]"
-        table.add_row(ratio.name, f"{ratio.value:,.2f} {ratio.unit}".strip(), wanted, mark)
+        table.add_row(ratio.name, f"{ratio.value:,.{2 if ratio.unit else 3}f} {ratio.unit}".strip(), wanted, mark)
     return table
 
 

@@ -189,12 +189,12 @@ def test_reader_that_stops_reading(files: Path) -> None:
     assert done.stderr == ""
 
 
-def test_answers_grow_on_a_terminal(files: Path) -> None:
+def on_a_terminal(folder: Path, *args: str) -> tuple[int, str]:
+    """Run the command on a terminal of its own; gives its exit code and all that was drawn."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.chdir(files)
+        os.chdir(folder)
         os.environ.update(TERM="xterm", COLUMNS="80", LINES="40")
-        args = ["fanout", "--model", "tiny.gguf", "--doc", "doc.txt", "--prompt", "When?", "--max-tokens", "200"]
         os.execv(sys.executable, [*COMMAND, *args])
     shown = b""
     while True:
@@ -204,9 +204,26 @@ def test_answers_grow_on_a_terminal(files: Path) -> None:
             break
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert shown.count(b"When?") > 2  # drawn again as the answer grew
-    assert b"prefilled once" in shown
+    return os.waitstatus_to_exitcode(status), shown.decode(errors="replace")
+
+
+def test_answers_grow_on_a_terminal(files: Path) -> None:
+    args = ["fanout", "--model", "tiny.gguf", "--doc", "doc.txt", "--prompt", "When?", "--max-tokens", "200"]
+    code, shown = on_a_terminal(files, *args)
+    assert code == 0
+    assert shown.count("When?") > 2  # drawn again as the answer grew
+    assert "prefilled once" in shown
+
+
+@pytest.mark.parametrize(("eos_gain", "cut"), [(0.01, True), (3, False)])
+def test_only_an_answer_cut_short_is_marked_so(files: Path, eos_gain: float, cut: bool) -> None:
+    tiny_models.write_llama(files / "ends.gguf", eos_gain=eos_gain)
+    args = ["fanout", "--model", "ends.gguf", "--doc", "doc.txt", "--prompt", "When?", "--max-tokens", "40"]
+    report = json.loads(run(files, *args, "--json").stdout)
+    assert report["branches"][0]["finished"] is not cut
+    last = on_a_terminal(files, *args)[1].split("When?")[-1]
+    assert ("…" in last.split("strategy")[0]) is cut
+    assert ("…" in run(files, *args).stdout) is cut
 
 
 def test_version_needs_no_engine(files: Path) -> None:
