@@ -55,7 +55,7 @@ class ArenaStats:
         Leases held, and how many of them have live numpy views.
     pinned : {"device", "mlock", None}
     huge_page_bytes : int
-        How much of the memory mappings around the slab the kernel backs with huge pages.
+        How much of the slab the kernel backs with huge pages (at most: it counts whole mappings).
     buffer_type : str
         The engine's name of the buffer type.
     """
@@ -434,15 +434,16 @@ def _warn_of_lost_lease(capacity: int) -> None:
 
 
 def _huge_page_bytes(address: int, n_bytes: int) -> int:
-    total, inside = 0, False
+    """Bytes of a range in huge pages. The kernel tells it by mapping, so a larger mapping's count is capped."""
+    total, overlap = 0, 0
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as smaps:
         for line in smaps:
             head = line.split(maxsplit=1)[0]
             if not head.endswith(":"):
                 begin, end = (int(part, 16) for part in head.split("-"))
-                inside = begin < address + n_bytes and end > address
-            elif inside and head == "AnonHugePages:":
-                total += int(line.split()[1]) * 1024
+                overlap = max(0, min(end, address + n_bytes) - max(begin, address))
+            elif overlap and head == "AnonHugePages:":
+                total += min(overlap, int(line.split()[1]) * 1024)
     return total
 
 
