@@ -23,7 +23,6 @@ enum ggml_backend_dev_type { GGML_BACKEND_DEVICE_TYPE_CPU, GGML_BACKEND_DEVICE_T
 typedef bool (*ggml_abort_callback)(void * data);
 
 const char * ggml_commit(void);
-const char * ggml_type_name(enum ggml_type type);
 int64_t ggml_blck_size(enum ggml_type type);
 bool ggml_is_quantized(enum ggml_type type);
 
@@ -146,9 +145,6 @@ bool llama_model_is_hybrid(const struct llama_model * model);
 
 int32_t llama_vocab_n_tokens(const struct llama_vocab * vocab);
 bool llama_vocab_is_eog(const struct llama_vocab * vocab, llama_token token);
-llama_token llama_vocab_bos(const struct llama_vocab * vocab);
-llama_token llama_vocab_eos(const struct llama_vocab * vocab);
-bool llama_vocab_get_add_bos(const struct llama_vocab * vocab);
 int32_t llama_tokenize(const struct llama_vocab * vocab, const char * text, int32_t text_len, llama_token * tokens,
                        int32_t n_tokens_max, bool add_special, bool parse_special);
 int32_t llama_token_to_piece(const struct llama_vocab * vocab, llama_token token, char * buf, int32_t length,
@@ -163,7 +159,6 @@ uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
 uint32_t llama_n_batch(const struct llama_context * ctx);
 uint32_t llama_n_ubatch(const struct llama_context * ctx);
 uint32_t llama_n_seq_max(const struct llama_context * ctx);
-int32_t llama_n_threads(struct llama_context * ctx);
 void llama_synchronize(struct llama_context * ctx);
 int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
 float * llama_get_logits(struct llama_context * ctx);
