@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .blob import Cells
+
 _Array = npt.NDArray[np.int32]
 _State = tuple[tuple[_Array, ...], tuple[_Array, ...]]
 
@@ -79,6 +81,19 @@ class CellLedger:
         taken = held[held[:, 0] < end]
         pool[taken[:, 1]] += 1
         self._commit(target, pool, taken)
+
+    def load(self, pools: list[Cells | None]) -> None:
+        """Each pool holds a whole context's cells, from its first cell on, and nothing else."""
+        owners, held = list(self._state[0]), [np.empty((0, 2), np.int32)] * len(self._state[1])
+        for i, cells in enumerate(pools):
+            owners[i] = np.zeros_like(owners[i])
+            if cells is None:
+                continue
+            owners[i][: len(cells)] = cells.n_owners
+            for seq in np.unique(cells.owners).tolist():
+                index = cells.held_by(seq)
+                held[seq] = np.stack([cells.pos[index], index.astype(np.int32)], axis=1)
+        self._state = tuple(owners), tuple(held)
 
     def clear(self) -> None:
         """Nobody holds anything."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import os
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from . import runtime
+from .adapter import Adapter
 from .arena import Arena
 from .cells import CellLedger
 from .errors import (
@@ -24,15 +29,39 @@ from .errors import (
     ReentrantCallError,
 )
 from .ffi import C, ffi
+from .identity import AdapterId, Rope, in_order
 from .limits import KV_TYPES, check_context, default_n_threads
 from .model import Model, Tokens
 from .outputs import Batch, ContextHandle, Logits, Outputs
 from .sampling import Sampler
 
 if TYPE_CHECKING:
+    from .blob import Layout
     from .snapshot import Snapshot
 
 _MAX_POSITION = 2**31 - 2
+
+_ROPE_SCALING = {
+    "model": C.LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED,
+    "none": C.LLAMA_ROPE_SCALING_TYPE_NONE,
+    "linear": C.LLAMA_ROPE_SCALING_TYPE_LINEAR,
+    "yarn": C.LLAMA_ROPE_SCALING_TYPE_YARN,
+    "longrope": C.LLAMA_ROPE_SCALING_TYPE_LONGROPE,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the engine does not tell of a context afterwards."""
+
+    kv_unified: bool
+    type_k: str
+    type_v: str
+    flash_attn: bool
+    v_transposed: bool
+    rotation: tuple[bool, bool]
+    rope: Rope
+    window_cells: int | None  # cells of the windowed layers' cache, where that is known
 
 
 class Context:
@@ -55,14 +84,22 @@ class Context:
         Tokens handed to the engine at once, and computed at once.
     n_threads : int, optional
         By default the physical cores this process may run on.
+    swa_full : bool
+        Give the windowed layers of a sliding-window model as many cells as the others, or (False) only what the
+        window needs. A whole context's snapshot then holds, or lacks, what has left the window.
+    rope : Rope, optional
+        By default the model's own settings.
 
     Attributes
     ----------
     model : Model
     n_ctx, n_ctx_seq, n_seq_max, n_batch, n_ubatch, n_threads : int
         As the engine has them; `n_ctx_seq` is what one sequence may hold.
-    kv_unified, flash_attn : bool
+    kv_unified, flash_attn, v_transposed : bool
     type_k, type_v : str
+    rope : Rope
+    adapters : tuple of AdapterId
+        LoRA adapters in force (`set_adapters`).
 
     Raises
     ------
@@ -89,7 +126,12 @@ class Context:
         n_batch: int = 2048,
         n_ubatch: int = 512,
         n_threads: int | None = None,
+        swa_full: bool = True,
+        rope: Rope | None = None,
     ) -> None:
+        rope = Rope() if rope is None else rope
+        if not isinstance(rope, Rope):
+            raise InvalidArgumentError(f"rope should be a Rope, is {type(rope).__name__}")
         parent = model._handle
         n_ctx, n_seq_max = operator.index(n_ctx) or model.n_ctx_train, operator.index(n_seq_max)
         n_batch, n_ubatch = operator.index(n_batch), operator.index(n_ubatch)
@@ -113,7 +155,12 @@ class Context:
         params.n_ctx, params.n_seq_max, params.kv_unified = n_ctx, n_seq_max, kv_unified
         params.n_batch, params.n_ubatch = n_batch, min(n_ubatch, n_batch)
         params.n_threads = params.n_threads_batch = n_threads
-        params.type_k, params.type_v = KV_TYPES[type_k], KV_TYPES[type_v]
+        params.type_k, params.type_v, params.swa_full = KV_TYPES[type_k], KV_TYPES[type_v], bool(swa_full)
+        params.rope_freq_base, params.rope_freq_scale = rope.freq_base, rope.freq_scale
+        params.rope_scaling_type = _ROPE_SCALING[rope.scaling]
+        params.yarn_ext_factor, params.yarn_attn_factor = rope.yarn_ext_factor, rope.yarn_attn_factor
+        params.yarn_beta_fast, params.yarn_beta_slow = rope.yarn_beta_fast, rope.yarn_beta_slow
+        params.yarn_orig_ctx = rope.yarn_orig_ctx
         params.flash_attn_type = {
             "auto": C.LLAMA_FLASH_ATTN_TYPE_AUTO,
             True: C.LLAMA_FLASH_ATTN_TYPE_ENABLED,
@@ -124,14 +171,33 @@ class Context:
         whole_batches = (kinds.recurrent or kinds.hybrid) and n_seq_max > 1
         poll = "skv_poll_stop" if whole_batches else "skv_poll_interrupt"
         params.abort_callback = ffi.addressof(C, poll)
-        self._lock = model.guard.lock()
-        self._changing_now = False
-        self._owned: ContextHandle | None = (owned := ContextHandle(parent))
-        with self._lock, runtime.engine_log() as log:
+        owned = ContextHandle(parent)
+        lock = model.guard.lock()
+        with lock, runtime.engine_log() as log:
             C.skv_context_init(parent.pointer, params, owned.slot)
-        pointer = owned.pointer
-        if pointer == ffi.NULL:
+        if owned.pointer == ffi.NULL:
             raise ContextCreateError(runtime.last_reason(log, "the engine could not make this context"))
+        # The engine tells in its log only that it has overruled what was asked for. "auto" is settled after V's layout
+        # was (llama_kv_cache is made first), so that only what is off from the start transposes V.
+        v_transposed = flash_attn is False or any("forcing off" in line for line in log)
+        rotation = tuple(any(f"attn_rot_{x} = 1" in line for line in log) for x in "kv")
+        window = [int(found[1]) for line in log if (found := re.search(r"SWA KV cache, size = (\d+)", line))]
+        settings = Settings(
+            kv_unified or n_seq_max == 1,
+            type_k,
+            type_v,
+            not v_transposed and not any("Flash Attention not supported" in line for line in log),
+            v_transposed,
+            (rotation[0], rotation[1]),
+            rope,
+            window[-1] if window else None,
+        )
+        self._begin(model, owned, lock, settings)
+
+    def _begin(self, model: Model, owned: ContextHandle, lock: Any, settings: Settings) -> None:
+        pointer = owned.pointer
+        self._lock, self._changing_now = lock, False
+        self._owned: ContextHandle | None = owned
         self._memory = C.llama_get_memory(pointer)
         self.model = model
         self.n_ctx = int(C.llama_n_ctx(pointer))
@@ -139,15 +205,13 @@ class Context:
         self.n_seq_max = int(C.llama_n_seq_max(pointer))
         self.n_batch = int(C.llama_n_batch(pointer))
         self.n_ubatch = int(C.llama_n_ubatch(pointer))
-        self.n_threads = n_threads
-        self.kv_unified = kv_unified or n_seq_max == 1
-        self.type_k, self.type_v = type_k, type_v
-        # The engine tells in its log only that it has overruled what was asked for. "auto" is settled after V's layout
-        # was (llama_kv_cache is made first), so that only what is off from the start transposes V.
-        forced_off = any("forcing off" in line for line in log)
-        self.v_transposed = flash_attn is False or forced_off
-        self.flash_attn = not self.v_transposed and not any("Flash Attention not supported" in line for line in log)
-
+        self.n_threads = int(C.llama_n_threads(pointer))
+        self.kv_unified = settings.kv_unified
+        self.type_k, self.type_v = settings.type_k, settings.type_v
+        self.flash_attn, self.v_transposed = settings.flash_attn, settings.v_transposed
+        self.rope, self._rotation, self._window_cells = settings.rope, settings.rotation, settings.window_cells
+        self.adapters: tuple[AdapterId, ...] = ()
+        kinds = model.capabilities
         # A purely recurrent model has one state a sequence and no cells to run out of.
         self._cells = (
             None
@@ -161,6 +225,50 @@ class Context:
         self._n_piece = self.n_ubatch if kinds.sliding_window else self.n_batch
         self._batch = Batch(self._n_piece)
         self._outputs = Outputs(owned, model.n_vocab, self.n_seq_max)
+
+    @classmethod
+    def adopt(
+        cls,
+        address: object,
+        *,
+        owner: object,
+        model_path: str | os.PathLike[str] | None = None,
+        rope: Rope | None = None,
+        adapters: Mapping[str | os.PathLike[str], float] | None = None,
+    ) -> Context:
+        """A context that another binding on this same library has made: borrowed, never freed.
+
+        Its snapshots, forks and restores are then those of any other. What the other binding has decoded is there; it
+        must not call into the context while a call of ours runs. Logits are only known of what is decoded here.
+
+        Parameters
+        ----------
+        address : int, ctypes pointer or cffi pointer
+            The `llama_context *`. It cannot be checked: a wrong one crashes the process.
+        owner : object
+            Kept alive as long as this context is open (`Llama` of llama-cpp-python). It must not free the context
+            before.
+        model_path : path-like, optional
+            The model's file, which is what identifies it; by default ``owner.model_path``.
+        rope, adapters
+            What the context was made with, if not the model's own: the engine does not tell. `adapters` maps files of
+            LoRA adapters in force to their scales.
+
+        Raises
+        ------
+        EngineConflictError
+            The other binding has loaded a library of its own.
+        InvalidArgumentError
+            No address, or no file of the model.
+
+        Notes
+        -----
+        The types of K and V and the V layout are read from the state of a sequence. If there is none, one token is
+        decoded into sequence 0 and removed again.
+        """
+        from .state import adopt  # points downward: a state is read to learn what the context is
+
+        return adopt(cls, address, owner=owner, model_path=model_path, rope=rope, adapters=adapters or {})
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -488,16 +596,61 @@ class Context:
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────────
 
-    def state_size(self, seq: int = 0) -> int:
-        """Bytes the engine needs to export a sequence as it is now (`llama_state_seq_get_size`)."""
+    def state_size(self, seq: int | None = 0) -> int:
+        """Bytes the engine needs to export a sequence as it is now, or, with None, all of them."""
         with self._lock:
-            return int(C.llama_state_seq_get_size(self._ptr, self._check_seq(seq)))
+            pointer = self._ptr
+            if seq is None:
+                return int(C.llama_state_get_size(pointer))
+            return int(C.llama_state_seq_get_size(pointer, self._check_seq(seq)))
 
-    def snapshot(self, arena: Arena, seq: int = 0, *, tokens: npt.ArrayLike | None = None) -> Snapshot:
-        """Export a sequence's state straight into a lease of `arena`; see :class:`Snapshot`."""
+    def snapshot(
+        self, arena: Arena, seq: int | None = 0, *, tokens: npt.ArrayLike | Mapping[int, npt.ArrayLike] | None = None
+    ) -> Snapshot:
+        """Export a sequence's state, or, with ``seq=None``, every sequence's, straight into a lease of `arena`.
+
+        See :class:`Snapshot`.
+        """
         from .snapshot import Snapshot  # points downward: snapshots are taken of a context
 
         return Snapshot.take(self, arena, seq, tokens=tokens)
+
+    def set_adapters(self, adapters: Sequence[tuple[Adapter, float]]) -> None:
+        """Put LoRA adapters into force, each with its scale, in place of those before. Nothing may be held yet.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A sequence holds tokens, whose state other adapters have made (`clear` first); an adapter of another model,
+            given twice, or with a scale that is no number. Nothing was changed.
+        """
+        with self._changing() as pointer:
+            assert self._owned is not None
+            held = [seq for seq in range(self.n_seq_max) if self._next(seq)]
+            if held:
+                raise InvalidArgumentError(
+                    f"sequence {held[0]} holds tokens that other adapters have made: clear() first"
+                )
+            pairs = [(adapter, float(scale)) for adapter, scale in adapters]
+            for adapter, scale in pairs:
+                if not isinstance(adapter, Adapter) or adapter._parent is not self._owned.parent:
+                    raise InvalidArgumentError(f"{adapter!r} is not an Adapter of this context's model")
+                if not math.isfinite(scale) or abs(scale) > 1e6:
+                    raise InvalidArgumentError(f"an adapter's scale should be a number, is {scale}")
+            if len({id(adapter) for adapter, _ in pairs}) != len(pairs):
+                raise InvalidArgumentError("each adapter can be in force once")
+            pointers = ffi.new("struct llama_adapter_lora *[]", [adapter._pointer for adapter, _ in pairs])
+            scales = ffi.new("float[]", [scale for _, scale in pairs])
+            C.llama_set_adapters_lora(pointer, pointers, len(pairs), scales)
+            self.adapters = in_order(AdapterId(adapter.fingerprint, scale) for adapter, scale in pairs)
+
+    def _replaced_all(self, layout: Layout, rows: Mapping[int, Logits]) -> None:
+        """A restore has put a whole context's cells in the place of everything."""
+        if self._cells:
+            self._cells.load([stream.cells if stream else None for stream in layout.caches[0]])
+        self._outputs.clear()
+        for seq, row in rows.items():
+            self._outputs.restore(seq, row)
 
     def _replaced(self, seq: int, positions: Tokens | None, row: Logits | None) -> None:
         """A restore has put cells at `positions` into a sequence, or, with None, failed and left it empty."""
@@ -554,9 +707,25 @@ class Context:
             runtime.check_process()
             try:
                 self._changing_now = True
+                if handle.borrowed:
+                    self._sync()
                 yield handle.pointer
             finally:
                 self._changing_now = False
+
+    def _sync(self) -> None:
+        """Count the cells of a borrowed context anew, in which the other binding may have decoded. Never too few."""
+        if self._cells is None:
+            return
+        self._cells.clear()
+        for seq in range(self.n_seq_max):
+            end = self._next(seq)
+            # Of a sliding window the engine tells the first position in the window, not the first that is held.
+            windowed = self.model.capabilities.sliding_window
+            begin = 0 if windowed else max(0, int(C.llama_memory_seq_pos_min(self._memory, seq)))
+            n = min(end - begin, self._cells.free(seq))  # shared cells are counted once a sequence
+            if n > 0:
+                self._cells.add(seq, np.arange(end - n, end, dtype=np.int32))
 
     def close(self) -> None:
         """Free the KV memory, once no view of its logits is left. Does nothing the second time."""
@@ -565,7 +734,7 @@ class Context:
         with self._changing():
             handle, self._owned = self._owned, None
             if not self._outputs.viewed:
-                C.skv_context_free(handle.slot)
+                handle.free()
             self._outputs = None  # type: ignore[assignment]  # it holds the handle too
 
     @property

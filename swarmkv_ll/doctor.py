@@ -13,7 +13,7 @@ from .default_model import find_default_model
 from .errors import SwarmKVError
 from .ffi import LIB_DIR, C, ffi, waiting_policy
 from .limits import default_n_threads
-from .runtime import LlamaGuard, backends, devices
+from .runtime import STAMP, LlamaGuard, backends, devices
 
 
 def examine() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def examine() -> dict[str, Any]:
             "pin": f"{info['package']} {info['version']}" if info["source"] == "pin" else info["source"],
             "commit": info["commit"],
             "version": ffi.string(C.llama_version()).decode(),
-            "stamp": ffi.string(C.skv_loaded_stamp()).decode(),
+            "stamp": STAMP,
             "library": ffi.string(C.skv_library_path()).decode(errors="replace"),
             "compiler": info["compiler"],
             "instruction_sets": info["instruction_sets"],

@@ -6,6 +6,7 @@ act on them without reading the message.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 
@@ -256,3 +257,58 @@ class IncompatibleSnapshotError(SnapshotError):
     def __init__(self, reasons: Sequence[object]) -> None:
         self.reasons = tuple(reasons)
         super().__init__("cannot restore: " + "; ".join(str(reason) for reason in self.reasons))
+
+
+# ── snapshot files ───────────────────────────────────────────────────────────────────────────────────
+
+
+class SnapshotFileError(SnapshotError):
+    """A `.skv` file or stream is not what it should be: foreign, newer, cut short or damaged.
+
+    Attributes
+    ----------
+    path : str or None
+        The file; None for a stream.
+    offset : int
+        Byte at which it goes wrong, from the beginning of the snapshot.
+    field : str
+        Name of the field or section there.
+    expected, actual : object
+        What should stand there, and what does.
+    """
+
+    def __init__(
+        self, path: str | None, offset: int, field: str, expected: object, actual: object, hint: str | None = None
+    ) -> None:
+        self.path, self.offset, self.field, self.expected, self.actual = path, offset, field, expected, actual
+        super().__init__(
+            f"{path or 'snapshot stream'}, byte {offset:,}: {field} should be {expected}, is {actual}"
+            + (f" ({hint})" if hint else "")
+        )
+
+
+class EndOfStreamError(SnapshotFileError, EOFError):
+    """A stream ended where another snapshot could have begun; nothing was read."""
+
+
+class DiskFullError(SwarmKVError, OSError):
+    """There is no room for a file, or its size is not allowed; what stood there before is as it was.
+
+    Attributes
+    ----------
+    errno : int
+        `ENOSPC`, `EDQUOT` (a quota) or `EFBIG` (a limit on the size of one file).
+    required, available : int or None
+        Bytes to write in all, and free on that file system for ordinary users; None if not known.
+    filename : str or None
+        The file that was to be written.
+    """
+
+    def __init__(self, code: int, required: int | None, available: int | None, path: str | None = None) -> None:
+        self.required, self.available = required, available
+        text = os.strerror(code)
+        if required is not None:
+            text += f", {required:,} bytes to write"
+        if available is not None:
+            text += f", {available:,} free"
+        super().__init__(code, text, *([] if path is None else [path]))

@@ -83,16 +83,16 @@ def check_context(
         raise InvalidArgumentError(
             f"n_ctx of {n_ctx} and n_batch of {n_batch} should be at least n_seq_max, {n_seq_max}"
         )
-    for name, kv_type, head_dim in (
-        ("type_k", type_k, _head_dim(model, "key_length")),
-        ("type_v", type_v, _head_dim(model, "value_length")),
+    for name, kv_type, width in (
+        ("type_k", type_k, head_dim(model, "key_length")),
+        ("type_v", type_v, head_dim(model, "value_length")),
     ):
         if kv_type not in KV_TYPES:
             raise InvalidArgumentError(f"{name} should be one of {', '.join(KV_TYPES)}, is {kv_type!r}")
         block = int(C.ggml_blck_size(KV_TYPES[kv_type]))
-        if block > 1 and head_dim % block:
+        if block > 1 and width % block:
             raise InvalidArgumentError(
-                f"{name}={kv_type!r} has blocks of {block} values, which heads of {head_dim} cannot be cut into"
+                f"{name}={kv_type!r} has blocks of {block} values, which heads of {width} cannot be cut into"
             )
     if flash_attn is False and C.ggml_is_quantized(KV_TYPES[type_v]):
         raise InvalidArgumentError(f"type_v={type_v!r} needs flash attention")
@@ -103,7 +103,8 @@ def check_context(
         raise HostMemoryError(required, available)
 
 
-def _head_dim(model: Model, key: str) -> int:
+def head_dim(model: Model, key: str) -> int:
+    """Values a head has, by the GGUF's key: "key_length" or "value_length"."""
     arch = model.metadata.get("general.architecture", "")
     known = model.metadata.get(f"{arch}.attention.{key}")
     return int(known) if known else model.n_embd // max(1, model.n_head)
@@ -118,6 +119,6 @@ def _kv_bytes(model: Model, n_ctx: int, type_k: str, type_v: str) -> int:
     if kinds.blob_parts.n_attention == 0 or runtime.gpu_device() is not None:
         return 0
     n_layer = model.n_layer if kinds.attention_only else 1  # the others keep less, how much less is not told
-    widths = ((type_k, _head_dim(model, "key_length")), (type_v, _head_dim(model, "value_length")))
+    widths = ((type_k, head_dim(model, "key_length")), (type_v, head_dim(model, "value_length")))
     bits = sum(_BITS[kv_type] * head_dim for kv_type, head_dim in widths)
     return n_ctx * n_layer * max(1, model.n_head_kv) * bits // 8

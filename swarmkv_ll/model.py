@@ -20,6 +20,7 @@ from .modelfile import ModelFile
 
 if TYPE_CHECKING:
     from .context import Context
+    from .identity import Rope
 
 Tokens = npt.NDArray[np.int32]
 
@@ -38,12 +39,15 @@ class Capabilities:
         Tokens the windowed layers look back, 0 if there are none.
     cell_extensions : bool
         KV cells carry more than a position (M-RoPE).
+    keeps_v : bool
+        The KV cache holds V beside K; with multi-head latent attention (MLA) it does not.
     """
 
     recurrent: bool
     hybrid: bool
     sliding_window: int
     cell_extensions: bool
+    keeps_v: bool
 
     @property
     def attention_only(self) -> bool:
@@ -54,7 +58,7 @@ class Capabilities:
     def blob_parts(self) -> Parts:
         """What a state blob of this model is made of."""
         n_attention = 0 if self.recurrent and not self.hybrid else 2 if self.sliding_window else 1
-        return Parts(n_attention, self.recurrent or self.hybrid, self.cell_extensions)
+        return Parts(n_attention, self.recurrent or self.hybrid, self.cell_extensions, self.keeps_v)
 
 
 class Model:
@@ -109,7 +113,30 @@ class Model:
         if pointer == ffi.NULL:
             raise ModelLoadError(f"{self.path}: {_why(log)}")
 
-        self.n_vocab = int(C.llama_vocab_n_tokens(owned.vocab))
+        self._describe()
+
+    @classmethod
+    def adopt(cls, pointer: Any, path: str | os.PathLike[str], *, owner: object) -> Model:
+        """A model that another binding on the same library has loaded: borrowed, never freed. See `Context.adopt`."""
+        runtime.start()
+        adopted = cls.__new__(cls)
+        adopted.file = ModelFile(path)
+        adopted.path = adopted.file.path
+        adopted.guard = runtime.LlamaGuard()
+        adopted._owned = ModelHandle(pointer, owner)
+        adopted._describe()
+        return adopted
+
+    def _is_mla(self) -> bool:
+        """Whether heads are expanded from a latent vector that is all the cache keeps (`llama_hparams::is_mla`)."""
+        arch = self.metadata.get("general.architecture", "")
+        widths = [self.metadata.get(f"{arch}.attention.{key}_length_mla", "0") for key in ("key", "value")]
+        return "0" not in widths
+
+    def _describe(self) -> None:
+        pointer = self._handle.pointer
+        self._shapes: dict[object, object] = {}  # of state blobs, by what they depend on (`Context._shape`)
+        self.n_vocab = int(C.llama_vocab_n_tokens(self._handle.vocab))
         self.n_ctx_train = int(C.llama_model_n_ctx_train(pointer))
         self.n_layer = int(C.llama_model_n_layer(pointer))
         self.n_embd = int(C.llama_model_n_embd(pointer))
@@ -120,6 +147,7 @@ class Model:
             hybrid=bool(C.llama_model_is_hybrid(pointer)),
             sliding_window=int(C.llama_model_n_swa(pointer)),
             cell_extensions=C.llama_model_rope_type(pointer) in (C.LLAMA_ROPE_TYPE_MROPE, C.LLAMA_ROPE_TYPE_IMROPE),
+            keeps_v=not self._is_mla(),
         )
         self.decodes = bool(C.llama_model_has_decoder(pointer)) and not C.llama_model_has_encoder(pointer)
 
@@ -329,6 +357,8 @@ class Model:
         n_batch: int = 2048,
         n_ubatch: int = 512,
         n_threads: int | None = None,
+        swa_full: bool = True,
+        rope: Rope | None = None,
     ) -> Context:
         """A new context on this model; see :class:`Context` for the parameters."""
         from .context import Context  # the one import that points downward: contexts are made by their model
@@ -344,6 +374,8 @@ class Model:
             n_batch=n_batch,
             n_ubatch=n_ubatch,
             n_threads=n_threads,
+            swa_full=swa_full,
+            rope=rope,
         )
 
     def close(self) -> None:
@@ -372,10 +404,12 @@ class Model:
 
 
 class ModelHandle:
-    """Owns a `llama_model *`. Contexts, and calls that read the vocabulary, keep it alive."""
+    """Owns a `llama_model *`, or borrows one. Contexts, and calls that read the vocabulary, keep it alive."""
 
-    def __init__(self) -> None:
-        self.slot = ffi.gc(ffi.new("struct llama_model *[1]"), C.skv_model_free)
+    def __init__(self, borrowed: Any = None, owner: object = None) -> None:
+        self.owner = owner  # of a borrowed model, which is not ours to free
+        slot = ffi.new("struct llama_model *[1]", [borrowed or ffi.NULL])
+        self.slot = slot if borrowed else ffi.gc(slot, C.skv_model_free)
 
     @property
     def pointer(self) -> Any:

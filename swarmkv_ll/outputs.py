@@ -16,12 +16,18 @@ Logits = npt.NDArray[np.float32]
 
 
 class ContextHandle:
-    """Owns a `llama_context *` and keeps its model's weights alive."""
+    """Owns a `llama_context *`, or borrows one, and keeps its model's weights alive."""
 
-    def __init__(self, parent: ModelHandle) -> None:
+    def __init__(self, parent: ModelHandle, borrowed: Any = None) -> None:
         # Freed by cffi, not by a Python finalizer, which would swallow a Ctrl-C. Before the weights: it stands first.
-        self.slot = ffi.gc(ffi.new("struct llama_context *[1]"), C.skv_context_free)
-        self.parent = parent
+        slot = ffi.new("struct llama_context *[1]", [borrowed or ffi.NULL])
+        self.slot = slot if borrowed else ffi.gc(slot, C.skv_context_free)
+        self.parent, self.borrowed = parent, borrowed is not None
+
+    def free(self) -> None:
+        """Free an own context; a borrowed one is its owner's."""
+        if not self.borrowed:
+            C.skv_context_free(self.slot)
 
     @property
     def pointer(self) -> Any:

@@ -19,6 +19,9 @@ logger = logging.getLogger("swarmkv_ll.llama")
 """Receives the engine's own log. Silent until the application configures logging."""
 logger.addHandler(logging.NullHandler())
 
+STAMP: str = ffi.string(C.skv_loaded_stamp()).decode()
+"""Which engine this is: its pin and flags, then the library's build id."""
+
 _LEVELS = {
     C.GGML_LOG_LEVEL_DEBUG: logging.DEBUG,
     C.GGML_LOG_LEVEL_INFO: logging.INFO,

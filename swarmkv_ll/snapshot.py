@@ -1,87 +1,42 @@
-"""A sequence's KV state in host memory: taken once, forked by one memmove, restored anywhere it fits."""
+"""A context's KV state in host memory: taken once, forked by one memmove, restored anywhere it fits."""
 
 from __future__ import annotations
 
+import io
 import operator
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from . import runtime
+from . import record, skv, state
 from .arena import Arena, Lease
-from .blob import Layout, parse
+from .blob import Edit, StateBlob, append, convert, delta, extract, read_layout
+from .blob import slice as slice_blob
 from .context import Context
 from .errors import (
+    ArenaExhaustedError,
     BlobError,
     ClosedError,
     IncompatibleSnapshotError,
     InvalidArgumentError,
     LiveViewsError,
     NoLogitsError,
+    PartialRemovalError,
     SnapshotError,
+    SnapshotFileError,
 )
 from .exclusive import alone, new_lock
-from .ffi import C
+from .ffi import C, ffi
+from .identity import Compatibility, Conversion, Identity, Reason
 from .model import Tokens
-from .modelfile import ModelFile
 from .outputs import Logits
+from .record import Record
 
-
-@dataclass(frozen=True)
-class Reason:
-    """One reason why a snapshot cannot go into a context: what it needs, and what the context has."""
-
-    field: str
-    expected: object
-    actual: object
-
-    def __str__(self) -> str:
-        hint = " (1 with kv_unified=True, else n_seq_max)" if self.field == "n_stream" else ""
-        return f"{self.field} should be {self.expected}, is {self.actual}{hint}"
-
-
-@dataclass(frozen=True)
-class Compatibility:
-    """Whether a snapshot can be restored into a context. True if it can.
-
-    Attributes
-    ----------
-    reasons : tuple of Reason
-        Everything that is against it.
-    """
-
-    reasons: tuple[Reason, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is no reason against it."""
-        return not self.reasons
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """What a state depends on: a context that differs in any of it cannot take it as it is."""
-
-    model: ModelFile
-    type_k: str
-    type_v: str
-    flash_attn: bool
-    v_transposed: bool
-    n_stream: int
-
-    @classmethod
-    def of(cls, ctx: Context) -> _Origin:
-        n_stream = 1 if ctx.kv_unified else ctx.n_seq_max
-        return cls(ctx.model.file, ctx.type_k, ctx.type_v, ctx.flash_attn, ctx.v_transposed, n_stream)
-
-
-_LAYOUT_FIELDS = ("type_k", "type_v", "flash_attn", "v_transposed", "n_stream")
+_T = TypeVar("_T")
 
 
 class _Holders:
@@ -93,90 +48,112 @@ class _Holders:
 
 
 class Snapshot:
-    """The state of one sequence, as the engine exported it, in a lease of an arena.
+    """The state of one sequence, or of a whole context, as the engine exported it, in a lease of an arena.
 
-    Made by `Context.snapshot`, `fork` and `share`.
+    Made by `Context.snapshot`, `fork`, `share`, `load` and the functions that make one of another.
 
     Attributes
     ----------
-    n_tokens : int
-        Position at which a branch goes on.
     n_bytes : int
         Size of the state.
-    tokens : ndarray of int32, shape (n_tokens,), or None
-        The tokens it was computed from, if they were given.
-    last_logits : ndarray of float32, shape (n_vocab,), or None
-        The row after the last token (a copy), if the context still had it: an exact hit can be sampled at once.
+    identity : Identity
+        What it was computed with: model, engine, KV types, flash attention, RoPE, adapters.
     lease : Lease
         Where the bytes are.
     """
 
-    def __init__(
-        self,
-        lease: Lease,
-        holders: _Holders,
-        layout: Layout,
-        origin: _Origin,
-        n_tokens: int,
-        tokens: Tokens | None,
-        last_logits: Logits | None,
-    ) -> None:
-        self.lease, self._holders, self._layout, self._origin = lease, holders, layout, origin
-        self.n_tokens, self.tokens, self.last_logits = n_tokens, tokens, last_logits
+    def __init__(self, lease: Lease, holders: _Holders, known: Record) -> None:
+        self.lease, self._holders, self._record = lease, holders, known
         self.n_bytes = lease.n_bytes
+        self.identity: Identity = known.identity
         self._held = True
         lease._owner = "snapshot"
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is a whole context's, with every sequence, or one sequence's."""
+        return self._record.layout.whole
+
+    @property
+    def sequences(self) -> dict[int, int]:
+        """Each sequence inside, and its next position."""
+        return dict(self._record.layout.sequences)
+
+    @property
+    def n_tokens(self) -> int:
+        """Position at which a branch goes on; of a whole context the sum over its sequences."""
+        return sum(self._record.layout.sequences.values())
+
+    @property
+    def begin(self) -> int:
+        """Position of the first token if this is a `delta`, else 0."""
+        return self._record.begin
+
+    @property
+    def tokens(self) -> Tokens | dict[int, Tokens] | None:
+        """The tokens it was computed from, int32 of shape (n_tokens,), if they were given. Of a whole context by sequence."""
+        return self._one(self._record.tokens)
+
+    @property
+    def last_logits(self) -> Logits | dict[int, Logits] | None:
+        """The row after the last token, float32 of shape (n_vocab,), if the context still had it: an exact hit can be
+        sampled at once. Of a whole context by sequence.
+        """
+        return self._one(self._record.logits)
+
+    def _one(self, by_sequence: Mapping[int, _T]) -> _T | dict[int, _T] | None:
+        return dict(by_sequence) if self.whole else next(iter(by_sequence.values()), None)
+
+    # ── from a context, and copies ───────────────────────────────────────────────────────────────────
+
     @classmethod
-    def take(cls, ctx: Context, arena: Arena, seq: int = 0, *, tokens: npt.ArrayLike | None = None) -> Snapshot:
-        """Export sequence `seq` of `ctx` into a lease of `arena`: one copy, by the engine, straight into it.
+    def take(
+        cls,
+        ctx: Context,
+        arena: Arena,
+        seq: int | None = 0,
+        *,
+        tokens: npt.ArrayLike | Mapping[int, npt.ArrayLike] | None = None,
+    ) -> Snapshot:
+        """Export a sequence of `ctx`, or, with None, all of them: one copy, by the engine, straight into a lease.
+
+        Parameters
+        ----------
+        seq : int or None
+        tokens : array of integers, shape (n_tokens,), or of a whole context a mapping of sequences to those, optional
+            What the state was computed from, kept beside it.
 
         Raises
         ------
         SnapshotError
-            The sequence is empty, or the engine's bytes are not what was expected. The lease is given back.
+            The sequence, or the context, is empty, or the engine's bytes are not what was expected. The lease is given
+            back.
         ArenaExhaustedError
             The arena has no room for it.
         InvalidArgumentError
-            `tokens` are not `n_tokens` many.
+            `tokens` are not as many as the sequence holds.
         """
-        if not isinstance(arena, Arena):
-            raise InvalidArgumentError(f"expected an Arena, got {type(arena).__name__}")
+        _expect(arena, Arena)
         with ctx._changing() as pointer:
-            n_tokens = ctx.position(seq)
-            if n_tokens == 0:
-                raise SnapshotError(f"sequence {seq} is empty")
-            known = None
-            if tokens is not None:
-                known = ctx.model.check_tokens(tokens).copy()
-                known.flags.writeable = False
-                if len(known) != n_tokens:
-                    raise InvalidArgumentError(f"{len(known)} tokens were given for positions 0 to {n_tokens - 1}")
-            n_bytes = ctx.state_size(seq)
-            lease = arena.lease(n_bytes)
+            seqs = range(ctx.n_seq_max) if seq is None else [operator.index(seq)]
+            ends = {s: end for s in seqs if (end := ctx.position(s))}
+            if not ends:
+                raise SnapshotError("the context is empty" if seq is None else f"sequence {seq} is empty")
+            given = {} if tokens is None else tokens if isinstance(tokens, Mapping) else {min(ends): tokens}
+            known = {s: _tokens(ctx, ends, s, ids) for s, ids in given.items()}
+            logits = {}
+            for s in ends:
+                with suppress(NoLogitsError):
+                    logits[s] = ctx.logits(s).copy()
+                    logits[s].flags.writeable = False
+            lease = arena.lease(ctx.state_size(seq))
             try:
-                with runtime.engine_log() as log:
-                    written = C.llama_state_seq_get_data(pointer, lease._ptr, n_bytes, seq)
-                if written != n_bytes:
-                    reason = runtime.last_reason(log, "no reason given")
-                    raise SnapshotError(f"the engine wrote {written:,} of {n_bytes:,} bytes: {reason}")
-                try:
-                    with lease.array.data as state:  # released, so that a traceback's frames keep no live view
-                        layout = parse(state, ctx.model.capabilities.blob_parts)
-                except BlobError as error:
-                    raise SnapshotError(f"the state of this architecture has an unknown layout: {error}") from error
-                try:
-                    last_logits = ctx.logits(seq).copy()
-                    last_logits.flags.writeable = False
-                except NoLogitsError:
-                    last_logits = None
+                layout = state.write(ctx, pointer, seq, lease._ptr, lease.n_bytes)
+                window = ctx.model.capabilities.sliding_window
+                return cls(lease, _Holders(), Record(layout, state.identity(ctx), known, logits, window))
             except BaseException:
-                lease.release()
+                lease._give_back()
                 raise
-            origin = _Origin.of(ctx)
-            if layout.v_transposed is not None:
-                origin = replace(origin, v_transposed=layout.v_transposed)
-            return cls(lease, _Holders(), layout, origin, n_tokens, known, last_logits)
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -185,6 +162,11 @@ class Snapshot:
             view = self.lease.array[:]
         view.flags.writeable = False
         return view
+
+    @property
+    def blob(self) -> StateBlob:
+        """The state seen as arrays (cells, keys and values by layer): read-only views. Drop it before `release`."""
+        return StateBlob(self._record.layout, self.array)
 
     def fork(self, arena: Arena | None = None) -> Snapshot:
         """A copy in a lease of its own: one memmove, without the GIL.
@@ -199,61 +181,244 @@ class Snapshot:
         ArenaExhaustedError
             No room; nothing was taken.
         """
-        if arena is not None and not isinstance(arena, Arena):
-            raise InvalidArgumentError(f"expected an Arena, got {type(arena).__name__}")
         with self._using():
-            lease = (self.lease.arena if arena is None else arena).lease(self.n_bytes)
+            lease = self._arena(arena).lease(self.n_bytes)
             C.skv_memmove(lease._ptr, self.lease._ptr, self.n_bytes)
-        return self._twin(lease, _Holders())
+        return Snapshot(lease, _Holders(), self._record)
 
     def share(self) -> Snapshot:
         """Another snapshot over the same bytes: no copy, for branches that only read. Each is released by itself."""
         with alone(self._holders.lock, "snapshot"):
             self._check_held()
             self._holders.count += 1
-        return self._twin(self.lease, self._holders)
+        return Snapshot(self.lease, self._holders, self._record)
 
-    def _twin(self, lease: Lease, holders: _Holders) -> Snapshot:
-        return Snapshot(lease, holders, self._layout, self._origin, self.n_tokens, self.tokens, self.last_logits)
+    # ── other snapshots made of this one ─────────────────────────────────────────────────────────────
 
-    def can_restore(self, ctx: Context, seq: int = 0) -> Compatibility:
-        """Every reason against restoring into sequence `seq` of `ctx`, as data. Changes nothing."""
-        if not isinstance(ctx, Context):
-            raise InvalidArgumentError(f"expected a Context, got {type(ctx).__name__}")
-        with ctx._lock:
+    def slice(self, n_tokens: int, arena: Arena | None = None) -> Snapshot:
+        """The prefix of `n_tokens` tokens, in a lease of its own. Exact; see `swarmkv_ll.blob.slice`.
+
+        Raises
+        ------
+        PartialRemovalError
+            A recurrent state cannot be cut, or the sliding window has moved on.
+        InvalidArgumentError, ArenaExhaustedError
+        """
+        n_tokens = operator.index(n_tokens)
+        whole = n_tokens == self.n_tokens
+        tokens = {seq: ids[:n_tokens] for seq, ids in self._record.tokens.items()}
+        logits = self._record.logits if whole else {}
+        return self._made(lambda blob: slice_blob(blob, n_tokens, window=self._record.window), arena, tokens, logits)
+
+    def convert(
+        self, *, n_stream: int | None = None, v_transposed: bool | None = None, arena: Arena | None = None
+    ) -> Snapshot:
+        """The same state laid out for other contexts, in a lease of its own; see `swarmkv_ll.blob.convert`."""
+        return self._made(
+            lambda blob: convert(blob, n_stream=n_stream, v_transposed=v_transposed),
+            arena,
+            self._record.tokens,
+            self._record.logits,
+        )
+
+    def delta(self, begin: int, arena: Arena | None = None) -> Snapshot:
+        """Only the tokens from position `begin` on: what the next turn of a conversation has added.
+
+        It cannot be restored by itself; `append` puts it behind a snapshot of the first `begin` tokens.
+
+        Raises
+        ------
+        PartialRemovalError
+            A recurrent state has no such part.
+        InvalidArgumentError, ArenaExhaustedError
+        """
+        begin = operator.index(begin)
+        known = self._record
+        return self._made(lambda blob: delta(blob, begin), arena, known.tokens, known.logits, begin)
+
+    def append(self, tail: Snapshot, arena: Arena | None = None) -> Snapshot:
+        """This state and a `delta` that goes on where it ends, as one, in a lease of its own.
+
+        Both have to know their tokens, and the delta's have to begin with this one's.
+
+        Raises
+        ------
+        InvalidArgumentError
+            `tail` is no delta of this length, or of other tokens, or tokens are not known.
+        IncompatibleSnapshotError
+            They were computed with different models, types or settings.
+        PartialRemovalError, ArenaExhaustedError
+        """
+        _expect(tail, Snapshot)
+        if tail.begin == 0 or tail.begin != self.n_tokens or self.whole:
+            raise InvalidArgumentError(f"a delta from {self.n_tokens} on is needed, this one begins at {tail.begin}")
+        mine, theirs = self.tokens, tail.tokens
+        if not isinstance(mine, np.ndarray) or not isinstance(theirs, np.ndarray):
+            raise InvalidArgumentError("tokens of both have to be known, to tell that they belong together")
+        if not np.array_equal(mine, theirs[: len(mine)]):
+            at = int(np.argmax(mine != theirs[: len(mine)]))
+            raise InvalidArgumentError(f"the delta is of another text: token {at} is {theirs[at]}, not {mine[at]}")
+        reasons, conversions = self.identity.compare(tail.identity)
+        if reasons or conversions:
+            raise IncompatibleSnapshotError(reasons + [Reason(c.field, c.before, c.after) for c in conversions])
+        with tail._using():
+            other = StateBlob(tail._record.layout, tail._bytes())
+            window, known = self._record.window, tail._record
+            return self._made(lambda blob: append(blob, other, window=window), arena, known.tokens, known.logits)
+
+    def extract(self, seq: int, arena: Arena | None = None) -> Snapshot:
+        """One sequence of a whole context's snapshot, in a lease of its own."""
+        seq = operator.index(seq)
+        known, window = self._record, self._record.window
+        tokens = {s: ids for s, ids in known.tokens.items() if s == seq}
+        logits = {s: row for s, row in known.logits.items() if s == seq}
+        return self._made(lambda blob: extract(blob, seq, window=window), arena, tokens, logits)
+
+    def _made(
+        self,
+        edit: Callable[[StateBlob], Edit],
+        arena: Arena | None,
+        tokens: Mapping[int, Tokens],
+        logits: Mapping[int, Logits],
+        begin: int | None = None,
+    ) -> Snapshot:
+        with self._using():
+            planned = edit(StateBlob(self._record.layout, self._bytes()))
+            lease = self._arena(arena).lease(planned.n_bytes)
+            try:
+                layout = planned.write(_view(lease)).layout
+                begin = self.begin if begin is None else begin
+                return Snapshot(
+                    lease, _Holders(), Record(layout, self.identity, tokens, logits, self._record.window, begin)
+                )
+            except BaseException:
+                lease._give_back()
+                raise
+
+    def _arena(self, arena: Arena | None) -> Arena:
+        return self.lease.arena if arena is None else _expect(arena, Arena)
+
+    def _bytes(self) -> npt.NDArray[np.uint8]:
+        """The bytes for use within `_using`: not counted as a live view."""
+        return _view(self.lease)
+
+    # ── into a context ───────────────────────────────────────────────────────────────────────────────
+
+    def can_restore(
+        self, ctx: Context, seq: int | None = None, *, n_tokens: int | None = None, allow_inexact: bool = False
+    ) -> Compatibility:
+        """What `restore` with the same arguments would do: every conversion, and every reason against. Changes nothing.
+
+        Where this model's state was never seen in this process with these KV types, a small context decodes one token
+        to learn what the engine demands.
+        """
+        _expect(ctx, Context)
+        with ctx._lock, self._using():
             ctx._ptr  # noqa: B018 - raises after close
-            mine, theirs = self._origin, _Origin.of(ctx)
-            reasons = []
-            if mine.model is not theirs.model and not mine.model.same_as(theirs.model):
-                reasons.append(Reason("model", mine.model.fingerprint[:16], theirs.model.fingerprint[:16]))
-            for field in _LAYOUT_FIELDS:
-                expected, actual = getattr(mine, field), getattr(theirs, field)
-                if expected != actual:
-                    reasons.append(Reason(field, expected, actual))
-            seq = operator.index(seq)
-            if not 0 <= seq < ctx.n_seq_max:
-                reasons.append(Reason("seq", f"0 to {ctx.n_seq_max - 1}", seq))
-            elif ctx._cells and (free := ctx._cells.free_without(seq)) < len(self._layout.positions):
-                reasons.append(Reason("free KV cells", f"at least {len(self._layout.positions)}", free))
-            return Compatibility(tuple(reasons))
+            layout = self._record.layout
+            reasons, conversions = self.identity.compare(state.identity(ctx))
+            if not layout.caches:  # a recurrent state does not know flash attention
+                conversions = [change for change in conversions if change.field != "flash_attn"]
+            if not reasons:
+                reasons += _shape_reasons(layout.shape, state.shape(ctx))
+            rows = {len(row) for row in self._record.logits.values()} - {ctx.model.n_vocab}
+            if rows:
+                reasons.append(Reason("numbers in a row of logits", ctx.model.n_vocab, rows.pop()))
+            if self.begin:
+                reasons.append(Reason("first position", 0, self.begin, "append this delta to what comes before"))
+            n_stream = 1 if ctx.kv_unified else ctx.n_seq_max
+            if layout.caches and layout.n_stream != n_stream:
+                conversions.append(Conversion("n_stream", layout.n_stream, n_stream))
+            transposed = {stream.v_transposed for cache in layout.caches for stream in cache if stream}
+            if transposed - {ctx.v_transposed}:
+                exact = not layout.parts.has_v
+                conversions.append(Conversion("v_transposed", not ctx.v_transposed, ctx.v_transposed, exact))
+            if self.whole:
+                reasons += self._whole_reasons(ctx, seq, n_tokens)
+            else:
+                reasons += self._sequence_reasons(ctx, 0 if seq is None else operator.index(seq), n_tokens)
+                if n_tokens is not None and n_tokens != self.n_tokens:
+                    conversions.append(Conversion("n_tokens", self.n_tokens, operator.index(n_tokens)))
+            if not allow_inexact:
+                hint = "allow_inexact=True takes it all the same"
+                reasons += [Reason(c.field, c.before, c.after, hint) for c in conversions if not c.exact]
+            return Compatibility(tuple(reasons), tuple(conversions))
 
-    def restore(self, ctx: Context, seq: int = 0) -> int:
-        """Put this state into sequence `seq` of `ctx`, in place of what it held.
+    def _sequence_reasons(self, ctx: Context, seq: int, n_tokens: int | None) -> list[Reason]:
+        layout = self._record.layout
+        if not 0 <= seq < ctx.n_seq_max:
+            return [Reason("seq", f"0 to {ctx.n_seq_max - 1}", seq)]
+        positions, window = layout.positions, ctx.model.capabilities.sliding_window
+        if n_tokens is not None:
+            try:
+                slice_blob(StateBlob(layout, self._bytes()), operator.index(n_tokens), window=window)
+            except (PartialRemovalError, InvalidArgumentError) as error:
+                return [Reason("n_tokens", self.n_tokens, n_tokens, str(error))]
+            positions = positions[positions < n_tokens]
+        reasons = []
+        if ctx._cells and (free := ctx._cells.free_without(seq)) < len(positions):
+            reasons.append(Reason("free KV cells", f"at least {len(positions)}", free))
+        for cache in layout.caches[1:]:
+            held = sum(len(stream.cells) for stream in cache if stream)
+            if held > window and n_tokens is None:
+                reasons.append(Reason("cells of the sliding window", f"at most {window}", held))
+        return reasons
 
-        The context needs the same model, KV types, flash attention and number of streams, and as many free cells;
-        `can_restore` tells. The state's structure is checked first; K and V values are taken as they are.
+    def _whole_reasons(self, ctx: Context, seq: int | None, n_tokens: int | None) -> list[Reason]:
+        layout, reasons = self._record.layout, []
+        if seq is not None:
+            reasons.append(Reason("seq", "None, for a whole context's snapshot", seq, "extract() gives one sequence"))
+        if n_tokens is not None:
+            reasons.append(Reason("n_tokens", "None, for a whole context's snapshot", n_tokens))
+        last = max(layout.sequences)
+        if last >= ctx.n_seq_max:
+            reasons.append(Reason("n_seq_max", f"at least {last + 1}", ctx.n_seq_max))
+        for i, cache in enumerate(layout.caches):
+            cells = [stream.cells for stream in cache if stream]
+            if ctx.kv_unified:
+                needed = sum(map(len, cells))
+            else:
+                owners = np.concatenate([some.owners for some in cells]) if cells else np.empty(0, int)
+                needed = int(np.bincount(owners).max(initial=0))
+            room = (ctx.n_ctx if ctx.kv_unified else ctx.n_ctx_seq) if i == 0 else ctx._window_cells
+            if room is None:
+                reasons.append(Reason("cells of the sliding window", needed, "not known of a borrowed context"))
+            elif needed > room:
+                reasons.append(
+                    Reason("KV cells" if i == 0 else "cells of the sliding window", f"at least {needed}", room)
+                )
+        return reasons
+
+    def restore(
+        self, ctx: Context, seq: int | None = None, *, n_tokens: int | None = None, allow_inexact: bool = False
+    ) -> int:
+        """Put this state into sequence `seq` of `ctx`, in place of what it held; a whole context's, in place of all.
+
+        The context needs the same model, engine, KV types and settings, and free cells; `can_restore` tells what is
+        against it, and what is converted on the way. The state's structure is checked first; K and V values are taken as
+        they are.
+
+        Parameters
+        ----------
+        seq : int, optional
+            By default sequence 0. Not for a whole context's.
+        n_tokens : int, optional
+            Only the first so many tokens. Exact.
+        allow_inexact : bool
+            Also from a context with flash attention into one without or the other way round, and from another build of
+            the same engine. What follows then equals what such a context would have computed up to rounding.
 
         Returns
         -------
         int
-            The next position: a branch goes on there.
+            The next position: a branch goes on there. Of a whole context the sum over its sequences.
 
         Raises
         ------
         IncompatibleSnapshotError, SnapshotCorruptError, ClosedError
             Refused before the engine saw anything; the context is as it was.
         SnapshotError
-            The engine refused it all the same: sequence `seq` is empty, the others are as they were.
+            The engine refused it all the same: what was to be replaced is empty, other sequences are as they were.
 
         Notes
         -----
@@ -265,27 +430,167 @@ class Snapshot:
 
         When this returns, the engine no longer reads the snapshot's bytes.
         """
-        if not isinstance(ctx, Context):
-            raise InvalidArgumentError(f"expected a Context, got {type(ctx).__name__}")
+        _expect(ctx, Context)
         with ctx._changing() as pointer, self._using():
-            compatible = self.can_restore(ctx, seq)
-            if not compatible:
-                raise IncompatibleSnapshotError(compatible.reasons)
-            with self.lease.array.data as state:  # released, so that a traceback's frames keep no live view
-                self._layout.check(state)
+            found = self.can_restore(ctx, seq, n_tokens=n_tokens, allow_inexact=allow_inexact)
+            if not found:
+                raise IncompatibleSnapshotError(found.reasons)
+            with self._bytes().data as bytes_now:
+                self._record.layout.check(bytes_now)
             bind_contiguous_cache(ctx, self.lease)
+            target = None if self.whole else seq or 0
+            rows = {} if "n_tokens" in {change.field for change in found.conversions} else dict(self._record.logits)
+            if target is not None and rows:
+                rows = {target: rows.popitem()[1]}
+            with self._fitted(found.conversions, ctx.model.capabilities.sliding_window) as (data, layout):
+                state.read(ctx, pointer, target, data, layout, rows)
+            return sum(layout.sequences.values())
+
+    @contextmanager
+    def _fitted(self, conversions: tuple[Conversion, ...], window: int) -> Iterator[tuple[Any, Any]]:
+        """The state as it is, or converted into memory of the arena, or, where that is full, of the process."""
+        after: dict[str, Any] = {change.field: change.after for change in conversions}
+        blob = StateBlob(self._record.layout, self._bytes())
+        if "n_tokens" in after:
+            edit = slice_blob(blob, after["n_tokens"], window=window)
+            if after.keys() & {"n_stream", "v_transposed"}:
+                blob = edit.write()
+        if after.keys() & {"n_stream", "v_transposed"}:
+            edit = convert(blob, n_stream=after.get("n_stream"), v_transposed=after.get("v_transposed"))
+        elif "n_tokens" not in after:
+            yield self.lease._ptr, self._record.layout
+            return
+        try:
+            lease = self.lease.arena.lease(edit.n_bytes)
+        except ArenaExhaustedError:
+            fitted = edit.write()
+            yield ffi.from_buffer("uint8_t[]", fitted.data), fitted.layout
+            return
+        try:
+            yield lease._ptr, edit.write(_view(lease)).layout
+        finally:
+            lease._give_back()
+
+    # ── files and streams ────────────────────────────────────────────────────────────────────────────
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a `.skv` file, whole or not at all; it is on the disk when this returns. docs/format.md tells how.
+
+        The state must not change meanwhile.
+
+        Raises
+        ------
+        DiskFullError, OSError
+            What stood there before is as it was.
+        """
+        with self._using():
+            skv.save(path, self._record.contents(self._bytes()))
+
+    def write_to(self, file: Any) -> int:
+        """Write the same bytes to anything with `write`: a pipe, `socket.makefile("wb")`. Gives their number."""
+        with self._using():
+            return skv.dump(self._record.contents(self._bytes()), file)
+
+    def to_bytes(self) -> bytes:
+        """The same bytes in memory: a copy."""
+        file = io.BytesIO()
+        self.write_to(file)
+        return file.getvalue()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], arena: Arena) -> Snapshot:
+        """Read a `.skv` file straight into a lease, every checksum verified.
+
+        The snapshot knows which model it belongs to by its fingerprint; `can_restore` compares.
+
+        Raises
+        ------
+        SnapshotFileError
+            Not such a file, damaged, or not consistent. Nothing was taken.
+        ArenaExhaustedError
+            No room. Nothing was taken.
+        OSError
+            The system's own reason.
+        """
+        return cls._received(arena, lambda allocate: skv.load(path, allocate), os.fspath(path))
+
+    @classmethod
+    def read_from(cls, file: Any, arena: Arena) -> Snapshot:
+        """Read from anything with `readinto` or `read`, in order, and not a byte further than the snapshot's end.
+
+        Raises as `load`; `EndOfStreamError` if there was nothing.
+        """
+        return cls._received(arena, lambda allocate: skv.read(file, allocate), None)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview, arena: Arena) -> Snapshot:
+        """Read what `to_bytes` gave. Raises as `load`."""
+        file = io.BytesIO(data)
+        made = cls.read_from(file, arena)
+        left = len(file.read())
+        if left:
+            made.release()
+            raise SnapshotFileError(None, len(data) - left, "end", "nothing more", f"{left:,} bytes more")
+        return made
+
+    @classmethod
+    def _received(cls, arena: Arena, receive: Callable[[skv.Allocate], skv.Contents], path: str | None) -> Snapshot:
+        with _leased(arena) as (leases, allocate):
+            known = Record.of(receive(allocate), path)
+            return cls(leases[0], _Holders(), known)
+
+    def export_llama(self, path: str | os.PathLike[str]) -> None:
+        """Write a sequence file of llama.cpp's, byte by byte what `llama_state_seq_save_file` writes; atomically.
+
+        llama.cpp's loaders and llama-server's slots read it into a context of the same model, KV types, flash attention
+        and number of streams, none of which it holds. Tokens that are not known are left out.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A whole context's state, or a delta.
+        DiskFullError, OSError
+        """
+        if self.whole or self.begin:
+            raise InvalidArgumentError("only one sequence's whole state can be a sequence file")
+        tokens = self._record.tokens.get(next(iter(self.sequences)), np.empty(0, np.int32))
+        with self._using():
+            record.write_llama(path, tokens, self._bytes())
+
+    @classmethod
+    def import_llama(cls, path: str | os.PathLike[str], ctx: Context, arena: Arena) -> Snapshot:
+        """Read a sequence file of llama.cpp's straight into a lease.
+
+        The file does not tell what it was computed with: it is taken to be what `ctx` is, and only its layout can be
+        compared with that. Tokens are kept if there are as many as positions.
+
+        Raises
+        ------
+        SnapshotFileError
+            Another kind of file, cut short, or not a state of this kind of model.
+        IncompatibleSnapshotError
+            Its layers, types or row sizes are not those of `ctx`.
+        ArenaExhaustedError, OSError
+        """
+        _expect(ctx, Context)
+        name = os.fspath(path)
+        with _leased(arena) as (leases, allocate):
+            ids = record.read_llama(path, allocate)
             try:
-                with runtime.engine_log() as log:
-                    read = C.llama_state_seq_set_data(pointer, self.lease._ptr, self.n_bytes, seq)
-                C.llama_synchronize(pointer)
-                if read != self.n_bytes:
-                    reason = runtime.last_reason(log, "no reason given")
-                    raise SnapshotError(f"the engine read {read:,} of {self.n_bytes:,} bytes: {reason}")
-                ctx._replaced(seq, self._layout.positions, self.last_logits)
-                return ctx.position(seq)
-            except BaseException:
-                ctx._replaced(seq, None, None)
-                raise
+                layout = read_layout(_view(leases[0]), ctx.model.capabilities.blob_parts)
+            except BlobError as error:
+                at = error.offset + len(ids) * 4 + 4  # 12 bytes of header and the tokens, less the blob's own 8
+                raise SnapshotFileError(name, at, error.field, error.expected, error.actual) from None
+            if not layout.sequences:
+                raise SnapshotFileError(name, 12 + 4 * len(ids), "state", "a sequence with tokens", "empty")
+            reasons = _shape_reasons(layout.shape, state.shape(ctx))
+            if reasons:
+                raise IncompatibleSnapshotError(reasons)
+            fits = len(ids) == layout.sequences[0] and ((ids >= 0) & (ids < ctx.model.n_vocab)).all()
+            ids.flags.writeable = False
+            window = ctx.model.capabilities.sliding_window
+            known = Record(layout, state.identity(ctx), {0: ids} if fits else {}, {}, window)
+            return cls(leases[0], _Holders(), known)
 
     def release(self) -> None:
         """Let go of the bytes; the last snapshot that shares them gives them back to the arena.
@@ -337,7 +642,10 @@ class Snapshot:
                 self.release()
 
     def __repr__(self) -> str:
-        return f"<Snapshot {self.n_tokens:,} tokens, {self.n_bytes:,} bytes{', released' if self.released else ''}>"
+        what = f"{len(self.sequences)} sequences, " if self.whole else f"from {self.begin:,} on, " if self.begin else ""
+        return (
+            f"<Snapshot {what}{self.n_tokens:,} tokens, {self.n_bytes:,} bytes{', released' if self.released else ''}>"
+        )
 
 
 def bind_contiguous_cache(ctx: Context, lease: Lease) -> None:
@@ -365,3 +673,60 @@ def bind_contiguous_cache(ctx: Context, lease: Lease) -> None:
         )
     ctx._ptr  # noqa: B018 - raises after close
     lease._ptr  # noqa: B018 - raises after release
+
+
+def _expect(value: Any, kind: type[_T]) -> _T:
+    if not isinstance(value, kind):
+        raise InvalidArgumentError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _tokens(ctx: Context, ends: Mapping[int, int], seq: int, ids: npt.ArrayLike) -> Tokens:
+    """A copy of a sequence's tokens, checked."""
+    known: Tokens = ctx.model.check_tokens(ids).copy()
+    known.flags.writeable = False
+    if seq not in ends:
+        raise InvalidArgumentError(f"tokens were given for sequence {seq}, which is empty or not there")
+    if len(known) != ends[seq]:
+        raise InvalidArgumentError(f"{len(known)} tokens were given for positions 0 to {ends[seq] - 1}")
+    return known
+
+
+def _view(lease: Lease) -> npt.NDArray[np.uint8]:
+    """A lease's bytes, for as long as the caller holds it: not counted as a live view."""
+    return np.frombuffer(ffi.buffer(lease._ptr, lease.n_bytes), np.uint8)
+
+
+@contextmanager
+def _leased(arena: Arena) -> Iterator[tuple[list[Lease], skv.Allocate]]:
+    """An `allocate` for readers: takes one lease, which is given back if the block fails."""
+    _expect(arena, Arena)
+    leases: list[Lease] = []
+
+    def allocate(n_bytes: int) -> npt.NDArray[np.uint8]:
+        leases.append(arena.lease(n_bytes))
+        return _view(leases[0])
+
+    try:
+        yield leases, allocate
+    except BaseException:
+        for lease in leases:
+            lease._give_back()
+        raise
+
+
+def _shape_reasons(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[Reason]:
+    """Where layers, types or row sizes of two states differ; what is empty fits everything."""
+    reasons = []
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        if a is None or b is None or a == b:
+            continue
+        kinds = ("R", "S") if i == len(mine) - 1 else ("K", "V")
+        for kind, x, y in zip(kinds, a, b, strict=True):
+            if len(x) != len(y):
+                reasons.append(Reason(f"layers of {kind}", len(x), len(y)))
+            else:
+                differ = next((layer for layer, (p, q) in enumerate(zip(x, y, strict=True)) if p != q), None)
+                if differ is not None:
+                    reasons.append(Reason(f"type and row size of layer {differ}'s {kind}", x[differ], y[differ]))
+    return reasons

@@ -425,13 +425,13 @@ def test_use_after_close(files: Files) -> None:
         lambda: model.apply_chat_template([]),
         lambda: model.context(256),
         lambda: model.n_bytes,
-        lambda: model.metadata,
     ]
     for use in uses:
         with pytest.raises(ClosedError, match="model"):
             use()
     assert model.fingerprint == fingerprint  # the file's, not the weights'
     assert model.n_vocab == 384
+    assert model.metadata["general.architecture"] == "llama"
 
 
 def test_contexts_go_on_after_close(files: Files, llama: Model) -> None:

@@ -15,15 +15,19 @@ PACKAGE = Path(swarmkv_ll.__file__).parent
 
 ORDER = [
     ["errors"],
-    ["blob", "budget", "cells", "cache"],
-    ["default_model", "modelfile", "exclusive"],
+    ["blob", "budget", "cache"],
+    ["cells"],
+    ["default_model", "modelfile", "exclusive", "skv"],
+    ["identity"],
+    ["record"],
     ["ffi"],
     ["runtime"],
     ["sampling"],
     ["arena"],
     ["model"],
-    ["limits", "outputs"],
+    ["adapter", "limits", "outputs"],
     ["context"],
+    ["state"],
     ["snapshot"],
     ["fanout", "measure"],
     ["doctor"],
@@ -36,16 +40,20 @@ PURE = {
     "errors": set(),
     "blob": {"errors"},
     "budget": {"errors"},
-    "cells": {"errors"},
+    "cells": {"errors", "blob"},
     "cache": {"errors"},
     "default_model": {"cache", "errors"},
     "modelfile": {"cache", "errors"},
     "exclusive": {"errors"},
+    "identity": {"errors", "modelfile"},
+    "skv": {"cache", "errors"},
+    "record": {"blob", "cache", "errors", "identity", "skv"},
 }
 """These work without a built engine, and import nothing else of ours."""
 
 EXCEPTIONS = {
     ("model", "context"): "a model makes its contexts: Model.context imports when it is called",
+    ("context", "state"): "a borrowed context is learnt from its state: Context.adopt imports when it is called",
     ("context", "snapshot"): "a context makes its snapshots: Context.snapshot imports when it is called",
 }
 """The imports that point downward: inside a function, or for type checkers only."""

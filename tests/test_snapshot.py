@@ -186,7 +186,7 @@ def blobs(models: Models, arena: Arena) -> Iterator[tuple[Context, Snapshot]]:
 def test_damage_to_any_bookkeeping_byte_is_found(models: Models, arena: Arena) -> None:
     for ctx, snapshot in blobs(models, arena):
         expected = uninterrupted_from(ctx, snapshot)
-        for offset, data, field in snapshot._layout.bookkeeping:
+        for offset, data, field in snapshot._record.layout.bookkeeping:
             steps = range(len(data)) if len(data) < 256 else range(0, len(data), len(data) // 61)
             for at in (offset + step for step in steps):
                 for flip in (1, 128):
@@ -212,7 +212,7 @@ def test_every_byte_is_bookkeeping_or_tensor_data_and_data_may_change(models: Mo
     for ctx, snapshot in blobs(models, arena):
         expected = uninterrupted_from(ctx, snapshot)
         data = np.ones(snapshot.n_bytes, bool)
-        for offset, kept, _ in snapshot._layout.bookkeeping:
+        for offset, kept, _ in snapshot._record.layout.bookkeeping:
             assert data[offset : offset + len(kept)].all()
             data[offset : offset + len(kept)] = False
         if models[RECURRENT] is not ctx.model:
@@ -231,7 +231,7 @@ def test_a_failed_restore_or_export_does_not_hold_on_to_the_bytes(
     ctx: Context, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception refers to the frames it passed through; a view in one of them would stop the release."""
-    from swarmkv_ll import blob
+    from swarmkv_ll.blob import layout
 
     with ctx.snapshot(arena) as snapshot:
         snapshot.lease.array[0] ^= 1
@@ -239,7 +239,7 @@ def test_a_failed_restore_or_export_does_not_hold_on_to_the_bytes(
             snapshot.restore(ctx)
     assert caught.value.offset == 0
     assert arena.stats().n_leases == 0
-    monkeypatch.setattr(blob, "MAGIC", 1)
+    monkeypatch.setattr(layout, "MAGIC", 1)
     with pytest.raises(SnapshotError, match=r"unknown layout.* magic"):
         ctx.snapshot(arena)
     assert arena.stats().n_leases == 0
@@ -258,7 +258,6 @@ def test_a_failed_restore_or_export_does_not_hold_on_to_the_bytes(
         ({"type_v": "q8_0"}, "type_v", "f16", "q8_0"),
         ({"flash_attn": False}, "flash_attn", True, False),
         ({"flash_attn": False}, "v_transposed", False, True),
-        ({"n_seq_max": 3, "kv_unified": False, "n_ctx": 768}, "n_stream", 1, 3),
         ({"seq": 1}, "seq", "0 to 0", 1),
         ({"seq": -1}, "seq", "0 to 0", -1),
         ({"seq": -2}, "seq", "0 to 0", -2),
@@ -276,7 +275,7 @@ def test_refuses_what_does_not_fit_with_both_values(
         assert not compatible.ok
         (reason,) = (reason for reason in compatible.reasons if reason.field == field)
         if expected is None:
-            assert reason.expected == snapshot._origin.model.fingerprint[:16]
+            assert reason.expected == snapshot.identity.model.fingerprint[:16]
             assert reason.actual == model.fingerprint[:16]
         else:
             assert (reason.expected, reason.actual) == (expected, actual)
@@ -294,7 +293,7 @@ def test_refuses_what_does_not_fit_with_both_values(
 def test_all_reasons_are_told_at_once(models: Models, snapshot: Snapshot) -> None:
     with new_context(models["changed"], 768, 3, kv_unified=False, type_k="f32", flash_attn=False) as other:
         fields = {reason.field for reason in snapshot.can_restore(other, 9).reasons}
-    assert fields == {"model", "type_k", "flash_attn", "v_transposed", "n_stream", "seq"}
+    assert fields == {"model", "type_k", "flash_attn", "v_transposed", "seq"}
 
 
 def test_fits_where_it_should(ctx: Context, models: Models, snapshot: Snapshot, files: Any, tmp_path: Path) -> None:
@@ -345,7 +344,7 @@ def test_what_the_engine_refuses_empties_the_destination_only(
     ctx: Context, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No known input gets that far, so the checks are taken away: the engine then says no itself."""
-    monkeypatch.setattr(type(snapshot._layout), "check", lambda *_: None)
+    monkeypatch.setattr(type(snapshot._record.layout), "check", lambda *_: None)
     ctx.decode(text_tokens(30, seed=3), seq=1)
     snapshot.lease.array[0] ^= 255
     with pytest.raises(SnapshotError, match=r"the engine read 0 of"):

@@ -54,6 +54,7 @@ void ggml_backend_buffer_free(ggml_backend_buffer_t buffer);
 struct llama_vocab;
 struct llama_model;
 struct llama_context;
+struct llama_adapter_lora;
 struct llama_sampler;
 typedef struct llama_memory_i * llama_memory_t;
 typedef int32_t llama_pos;
@@ -64,6 +65,10 @@ enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_AUTO, LLAMA_FLASH_ATTN_TYPE_D
                              LLAMA_FLASH_ATTN_TYPE_ENABLED, ... };
 enum llama_rope_type { LLAMA_ROPE_TYPE_NONE, LLAMA_ROPE_TYPE_NORM, LLAMA_ROPE_TYPE_NEOX, LLAMA_ROPE_TYPE_MROPE,
                        LLAMA_ROPE_TYPE_IMROPE, LLAMA_ROPE_TYPE_VISION, ... };
+
+enum llama_rope_scaling_type { LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED, LLAMA_ROPE_SCALING_TYPE_NONE,
+                               LLAMA_ROPE_SCALING_TYPE_LINEAR, LLAMA_ROPE_SCALING_TYPE_YARN,
+                               LLAMA_ROPE_SCALING_TYPE_LONGROPE, ... };
 
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 
@@ -81,11 +86,20 @@ struct llama_context_params {
     uint32_t n_seq_max;
     int32_t n_threads;
     int32_t n_threads_batch;
+    enum llama_rope_scaling_type rope_scaling_type;
     enum llama_flash_attn_type flash_attn_type;
+    float rope_freq_base;
+    float rope_freq_scale;
+    float yarn_ext_factor;
+    float yarn_attn_factor;
+    float yarn_beta_fast;
+    float yarn_beta_slow;
+    uint32_t yarn_orig_ctx;
     enum ggml_type type_k;
     enum ggml_type type_v;
     ggml_abort_callback abort_callback;
     void * abort_callback_data;
+    bool swa_full;
     bool kv_unified;
     ...;
 };
@@ -154,6 +168,12 @@ int32_t llama_detokenize(const struct llama_vocab * vocab, const llama_token * t
 int32_t llama_chat_apply_template(const char * tmpl, const struct llama_chat_message * chat, size_t n_msg,
                                   bool add_ass, char * buf, int32_t length);
 
+struct llama_adapter_lora * llama_adapter_lora_init(struct llama_model * model, const char * path_lora);
+int32_t llama_set_adapters_lora(struct llama_context * ctx, struct llama_adapter_lora ** adapters, size_t n_adapters,
+                                float * scales);
+
+const struct llama_model * llama_get_model(const struct llama_context * ctx);
+int32_t llama_n_threads(struct llama_context * ctx);
 uint32_t llama_n_ctx(const struct llama_context * ctx);
 uint32_t llama_n_ctx_seq(const struct llama_context * ctx);
 uint32_t llama_n_batch(const struct llama_context * ctx);
@@ -170,6 +190,9 @@ void llama_memory_seq_cp(llama_memory_t mem, llama_seq_id src, llama_seq_id dst,
 llama_pos llama_memory_seq_pos_min(llama_memory_t mem, llama_seq_id seq_id);
 llama_pos llama_memory_seq_pos_max(llama_memory_t mem, llama_seq_id seq_id);
 
+size_t llama_state_get_size(struct llama_context * ctx);
+size_t llama_state_get_data(struct llama_context * ctx, uint8_t * dst, size_t size);
+size_t llama_state_set_data(struct llama_context * ctx, const uint8_t * src, size_t size);
 size_t llama_state_seq_get_size(struct llama_context * ctx, llama_seq_id seq_id);
 size_t llama_state_seq_get_data(struct llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id);
 size_t llama_state_seq_set_data(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest);

@@ -1,0 +1,192 @@
+"""A context's state on its way out of the engine and into it, what it has to be like, and contexts of other bindings."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from . import runtime
+from .adapter import fingerprint
+from .blob import GGML_TYPES, Layout, read_layout
+from .context import Context, Settings
+from .errors import BlobError, EngineConflictError, InvalidArgumentError, SnapshotError
+from .ffi import C, ffi, foreign_engines
+from .identity import AdapterId, Identity, Rope, in_order
+from .limits import head_dim
+from .model import Model
+from .outputs import ContextHandle, Logits
+
+
+def identity(ctx: Context) -> Identity:
+    """What states of this context depend on."""
+    return Identity(
+        ctx.model.file,
+        runtime.STAMP,
+        ctx.type_k,
+        ctx.type_v,
+        ctx.flash_attn,
+        ctx._rotation,
+        ctx.rope,
+        ctx.adapters,
+    )
+
+
+def write(ctx: Context, pointer: Any, seq: int | None, data: Any, n_bytes: int) -> Layout:
+    """Have the engine write a sequence's state, or with None every sequence's, to `data`, and look at what it wrote.
+
+    Raises
+    ------
+    SnapshotError
+        It wrote another number of bytes, or in a layout that is not known.
+    """
+    with runtime.engine_log() as log:
+        if seq is None:
+            written = C.llama_state_get_data(pointer, data, n_bytes)
+        else:
+            written = C.llama_state_seq_get_data(pointer, data, n_bytes, seq)
+    if written != n_bytes:
+        reason = runtime.last_reason(log, "no reason given")
+        raise SnapshotError(f"the engine wrote {written:,} of {n_bytes:,} bytes: {reason}")
+    try:
+        layout = read_layout(np.frombuffer(ffi.buffer(data, n_bytes), np.uint8), ctx.model.capabilities.blob_parts)
+    except BlobError as error:
+        raise SnapshotError(f"the state of this architecture has an unknown layout: {error}") from error
+    if layout.sequences:
+        ctx.model._shapes.setdefault(_kind(ctx), layout.shape)
+    return layout
+
+
+def read(ctx: Context, pointer: Any, seq: int | None, data: Any, layout: Layout, rows: Mapping[int, Logits]) -> None:
+    """Have the engine read a state that was found to fit: into `seq`, or, with None, in place of everything.
+
+    Raises
+    ------
+    SnapshotError
+        It refused all the same: what was to be replaced is empty.
+    """
+    try:
+        with runtime.engine_log() as log:
+            if seq is None:
+                n_read = C.llama_state_set_data(pointer, data, layout.n_bytes)
+            else:
+                n_read = C.llama_state_seq_set_data(pointer, data, layout.n_bytes, seq)
+        C.llama_synchronize(pointer)
+        if n_read != layout.n_bytes:
+            reason = runtime.last_reason(log, "no reason given")
+            raise SnapshotError(f"the engine read {n_read:,} of {layout.n_bytes:,} bytes: {reason}")
+        if seq is None:
+            ctx._replaced_all(layout, rows)
+        else:
+            ctx._replaced(seq, layout.positions, rows.get(seq))
+    except BaseException:
+        if seq is None:
+            ctx._clear_now()
+        else:
+            ctx._replaced(seq, None, None)
+        raise
+
+
+def shape(ctx: Context) -> tuple[Any, ...]:
+    """Layers, types and row sizes of this context's states: what the engine demands of one that it is to read.
+
+    The engine tells only by writing a state. So if none of this model, with these types, was written yet, a small
+    context of that kind decodes one token.
+    """
+    known = ctx.model._shapes.get(_kind(ctx))
+    if known is None:
+        with ctx.model.context(
+            256,
+            flash_attn=False if ctx.v_transposed else "auto",
+            type_k=ctx.type_k,
+            type_v=ctx.type_v,
+            n_batch=1,
+            n_ubatch=1,
+        ) as probe:
+            probe.decode([0])
+            known = _look(probe, 0).shape
+    return cast("tuple[Any, ...]", known)
+
+
+def _kind(ctx: Context) -> tuple[str, str]:
+    return ctx.type_k, ctx.type_v
+
+
+def _look(ctx: Context, seq: int) -> Layout:
+    """The layout of a sequence's state, through memory that is let go again."""
+    with ctx._lock:
+        data = np.empty(ctx.state_size(seq), np.uint8)
+        return write(ctx, ctx._ptr, seq, ffi.from_buffer("uint8_t[]", data), len(data))
+
+
+# ── contexts of other bindings ───────────────────────────────────────────────────────────────────────
+
+
+def adopt(
+    cls: type[Context],
+    address: object,
+    *,
+    owner: object,
+    model_path: str | os.PathLike[str] | None,
+    rope: Rope | None,
+    adapters: Mapping[str | os.PathLike[str], float],
+) -> Context:
+    """`Context.adopt`."""
+    if foreign := foreign_engines():
+        raise EngineConflictError(foreign)
+    pointer = ffi.cast("struct llama_context *", _address(address))
+    if pointer == ffi.NULL:
+        raise InvalidArgumentError("address should be a llama_context *, is NULL")
+    path = model_path if model_path is not None else getattr(owner, "model_path", None)
+    if path is None:
+        raise InvalidArgumentError("model_path should name the model's file: the owner has no model_path")
+    rope = Rope() if rope is None else rope
+    in_force = in_order(AdapterId(fingerprint(file), float(scale)) for file, scale in adapters.items())
+    weights = ffi.cast("struct llama_model *", C.llama_get_model(pointer))
+    model = Model.adopt(weights, path, owner=owner)
+
+    adopted, lock = cls.__new__(cls), model.guard.lock()
+    unknown = Settings(True, "f16", "f16", True, False, (False, False), rope, None)
+    adopted._begin(model, ContextHandle(model._handle, pointer), lock, unknown)
+    held = [seq for seq in range(adopted.n_seq_max) if adopted.position(seq)]
+    if not held:
+        adopted.decode([0])
+    layout = _look(adopted, held[0] if held else 0)
+    if not held:
+        adopted.clear()
+    model._shapes.clear()  # noted under types that were not known yet
+    adopted._begin(model, ContextHandle(model._handle, pointer), lock, _settings(layout, model, rope))
+    adopted.adapters = in_force
+    return adopted
+
+
+def _address(address: object) -> int:
+    """What a pointer of any binding points to."""
+    if isinstance(address, int):
+        return address
+    if isinstance(address, ffi.CData):
+        return int(ffi.cast("uintptr_t", address))
+    try:
+        return ctypes.cast(cast("Any", address), ctypes.c_void_p).value or 0
+    except (ctypes.ArgumentError, TypeError):
+        raise InvalidArgumentError(f"address should be a pointer, is {type(address).__name__}") from None
+
+
+def _settings(layout: Layout, model: Model, rope: Rope) -> Settings:
+    """A borrowed context's settings, as far as a sequence's state shows them."""
+    found = [stream for cache in layout.caches for stream in cache if stream]
+    type_k = GGML_TYPES[found[0].k[0].type].name if found else "f16"
+    type_v = GGML_TYPES[found[0].v[0].type].name if found and found[0].v else type_k
+    transposed = bool(layout.v_transposed)
+    # As llama_kv_cache decides it.
+    switched_off = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") not in ("", "0")
+    rotation = [
+        kind not in ("f32", "f16", "bf16") and not switched_off and head_dim(model, name) % 64 == 0
+        for kind, name in ((type_k, "key_length"), (type_v, "value_length"))
+    ]
+    return Settings(
+        layout.n_stream <= 1, type_k, type_v, not transposed, transposed, (rotation[0], rotation[1]), rope, None
+    )
