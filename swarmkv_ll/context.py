@@ -217,7 +217,10 @@ class Context:
             None
             if kinds.blob_parts.n_attention == 0
             else CellLedger(
-                self.n_ctx_seq if not self.kv_unified else self.n_ctx, self.n_seq_max, unified=self.kv_unified
+                self.n_ctx_seq if not self.kv_unified else self.n_ctx,
+                self.n_seq_max,
+                unified=self.kv_unified,
+                n_ubatch=self.n_ubatch,
             )
         )
         # For a sliding window the engine prepares all parts of a batch before it computes the first, and in that lets
@@ -368,13 +371,21 @@ class Context:
                     piece = slice(begin, begin + self._n_piece)
                     self._run(pointer, token[piece], position[piece], seq_of[piece], output[piece])
                     self._outputs.collect(int(output[piece].sum()), last=piece.stop >= len(token))
-                for (tokens, seq), start in zip(work, starts, strict=True):
-                    if self._cells:
-                        self._cells.add(seq, np.arange(start, start + len(tokens), dtype=np.int32))
+                if self._cells:
+                    # A recurrent memory has batches of several sequences cut in another way.
+                    self._cells.exact &= len(work) == 1 or not self.model.capabilities.hybrid
+                    self._cells.add(
+                        [
+                            (seq, np.arange(start, start + len(tokens), dtype=np.int32))
+                            for (tokens, seq), start in zip(work, starts, strict=True)
+                        ]
+                    )
                 for seq, row in zip(seqs, np.cumsum(output)[lasts] - 1, strict=True):
                     self._outputs.advance(seq, None if want == "none" else int(row))
                 return [start + len(tokens) for (tokens, _), start in zip(work, starts, strict=True)]
             except BaseException:
+                if self._cells:
+                    self._cells.exact = False
                 self._outputs.forget_decode()
                 for seq, start in zip(seqs, starts, strict=True):
                     self._roll_back(seq, start)
@@ -520,7 +531,7 @@ class Context:
         n = C.llama_state_seq_get_data(pointer, data, len(state), source)
         if n != len(state) or C.llama_state_seq_set_data(pointer, data, n, target) != n:
             raise ContextFullError(len(positions), self._cells.free(target), self.n_ctx_seq, "copy")
-        self._cells.add(target, positions)
+        self._cells.replace(target, positions)
 
     def remove(self, seq: int, begin: int = 0, end: int | None = None) -> None:
         """Remove the tokens at positions begin … end−1 from a sequence; by default all.
@@ -723,9 +734,10 @@ class Context:
             # Of a sliding window the engine tells the first position in the window, not the first that is held.
             windowed = self.model.capabilities.sliding_window
             begin = 0 if windowed else max(0, int(C.llama_memory_seq_pos_min(self._memory, seq)))
+            self._cells.exact = False
             n = min(end - begin, self._cells.free(seq))  # shared cells are counted once a sequence
             if n > 0:
-                self._cells.add(seq, np.arange(end - n, end, dtype=np.int32))
+                self._cells.add([(seq, np.arange(end - n, end, dtype=np.int32))])
 
     def close(self) -> None:
         """Free the KV memory, once no view of its logits is left. Does nothing the second time."""

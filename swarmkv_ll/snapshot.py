@@ -39,6 +39,31 @@ from .record import Record
 _T = TypeVar("_T")
 
 
+class Restored(int):
+    """What `Snapshot.restore` gives: the next position, as an int, and what the restore did.
+
+    Attributes
+    ----------
+    conversions : tuple of Conversion
+        What was changed on the way.
+    runs : int or None
+        Runs of neighbouring KV cells that the state went into; 1 is fastest. None where that is not known.
+    moved : bool
+        Whether other sequences' cells were moved together first, because the state would have lain in many runs. What
+        they hold is the same.
+    """
+
+    conversions: tuple[Conversion, ...]
+    runs: int | None
+    moved: bool
+
+    @classmethod
+    def at(cls, position: int, conversions: tuple[Conversion, ...], runs: int | None, moved: bool) -> Restored:
+        made = cls(position)
+        made.conversions, made.runs, made.moved = conversions, runs, moved
+        return made
+
+
 class _Holders:
     """How many hold one lease: the snapshots that share it, and calls that are reading it just now."""
 
@@ -391,7 +416,7 @@ class Snapshot:
 
     def restore(
         self, ctx: Context, seq: int | None = None, *, n_tokens: int | None = None, allow_inexact: bool = False
-    ) -> int:
+    ) -> Restored:
         """Put this state into sequence `seq` of `ctx`, in place of what it held; a whole context's, in place of all.
 
         The context needs the same model, engine, KV types and settings, and free cells; `can_restore` tells what is
@@ -410,8 +435,9 @@ class Snapshot:
 
         Returns
         -------
-        int
-            The next position: a branch goes on there. Of a whole context the sum over its sequences.
+        Restored
+            The next position, an int: a branch goes on there. Of a whole context the sum over its sequences. It also
+            tells what was converted, and how the state lies in the cache.
 
         Raises
         ------
@@ -443,8 +469,9 @@ class Snapshot:
             if target is not None and rows:
                 rows = {target: rows.popitem()[1]}
             with self._fitted(found.conversions, ctx.model.capabilities.sliding_window) as (data, layout):
+                runs, moved = (1, False) if target is None else state.make_room(ctx, pointer, target, layout)
                 state.read(ctx, pointer, target, data, layout, rows)
-            return sum(layout.sequences.values())
+            return Restored.at(sum(layout.sequences.values()), found.conversions, runs, moved)
 
     @contextmanager
     def _fitted(self, conversions: tuple[Conversion, ...], window: int) -> Iterator[tuple[Any, Any]]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from . import runtime
 from .adapter import fingerprint
+from .arena import available_memory
 from .blob import GGML_TYPES, Layout, read_layout
 from .context import Context, Settings
 from .errors import BlobError, EngineConflictError, InvalidArgumentError, SnapshotError
@@ -88,6 +89,57 @@ def read(ctx: Context, pointer: Any, seq: int | None, data: Any, layout: Layout,
         else:
             ctx._replaced(seq, None, None)
         raise
+
+
+_PIECE_BYTES = 1200
+"""What starting a copy costs, in bytes that could have been copied meanwhile (measured: 100 ns and more)."""
+
+_WORTH = 8
+"""Restores within which moving the other sequences' cells has to pay."""
+
+
+def make_room(ctx: Context, pointer: Any, seq: int, layout: Layout) -> tuple[int | None, bool]:
+    """Before a restore into `seq`: see to it that it will not lie in more pieces than need be.
+
+    The engine copies each run of neighbouring cells by itself, and of a transposed V each run of each row. Between
+    other sequences' cells that can take many times as long. Then all cells are moved together, by writing the whole
+    context out and reading it back, if that pays within a few restores. `seq` is empty afterwards.
+
+    Returns
+    -------
+    runs : int or None
+        Into how many runs of cells the state will go, where that is known.
+    moved : bool
+        Whether cells were moved.
+    """
+    cells = ctx._cells
+    stream = next((stream for stream in layout.caches[0] if stream), None) if layout.caches else None
+    if cells is None or stream is None or not cells.exact:
+        return None, False
+    n, runs = len(stream.cells), cells.runs_of(len(stream.cells), seq)
+    rows = len(stream.k) + sum(t.n_embd or 1 for t in stream.v)  # pieces that each run is copied in
+    row_bytes = sum(t.row_bytes for t in (*stream.k, *stream.v))
+    saved = _PIECE_BYTES * rows * (runs - 1)
+    n_others, runs_of_others = cells.others(seq)
+    cost = 2 * n_others * row_bytes + _PIECE_BYTES * rows * (runs_of_others + 1)
+    if saved <= (n * row_bytes + _PIECE_BYTES * rows) / 2 or cost > _WORTH * saved:
+        return runs, False
+    if not ctx.model.capabilities.attention_only or n_others * row_bytes > available_memory() // 2:
+        return runs, False
+    ctx._remove(seq, 0, 2**31 - 1)
+    data = np.empty(ctx.state_size(None), np.uint8)
+    whole = write(ctx, pointer, None, ffi.from_buffer("uint8_t[]", data), len(data))
+
+    def put_back() -> None:
+        n_read = C.llama_state_set_data(pointer, ffi.from_buffer("uint8_t[]", data), len(data))
+        C.llama_synchronize(pointer)
+        if n_read != len(data):
+            ctx._clear_now()
+            raise SnapshotError(f"the engine read {n_read:,} of {len(data):,} bytes that it had written itself")
+        cells.load([held.cells if held else None for held in whole.caches[0]])
+
+    ctx._twice_if_interrupted(put_back)
+    return cells.runs_of(n, seq), True
 
 
 def shape(ctx: Context) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ def test_any_steps_count_like_sets_of_cells(steps: list[tuple[str, int, int, int
     for step, seq, other, begin, n in steps:
         if step == "add" and n <= ledger.free(seq):
             start = max((position for position, _ in held[seq]), default=-1) + 1
-            ledger.add(seq, np.arange(start, start + n, dtype=np.int32))
+            ledger.add([(seq, np.arange(start, start + n, dtype=np.int32))])
             held[seq] |= {(start + i, fresh + i) for i in range(n)}
             fresh += n
         elif step == "remove":

@@ -516,7 +516,7 @@ def read_layout(data: Bytes, parts: Parts | None = None) -> Layout:
                 return _layout(_Reader(view), candidate)
             except BlobError as error:
                 if furthest is None or error.offset > furthest.offset:
-                    furthest = error
+                    furthest = error.with_traceback(None)  # whose frames hold all that was read
         assert furthest is not None
         raise furthest
 
@@ -536,9 +536,11 @@ class _Reader:
     def take(self, n_bytes: int, name: str) -> bytes:
         if n_bytes > self.left:
             raise BlobError(self.offset, name, f"{n_bytes:,} bytes", f"{self.left:,} bytes to the end")
-        found = bytes(self.data[self.offset : self.offset + n_bytes])
+        return self.keep(bytes(self.data[self.offset : self.offset + n_bytes]), name)
+
+    def keep(self, found: bytes, name: str) -> bytes:
         self.seen.append((self.offset, found, name))
-        self.offset += n_bytes
+        self.offset += len(found)
         return found
 
     def number(self, code: str, name: str) -> int:
@@ -627,12 +629,15 @@ def _cells(reader: _Reader, n_cells: int, extension: bool, whole: bool, owner: i
     begin = reader.offset
     wide = fixed + 1
     if 4 * wide * n_cells > reader.left:
-        raise BlobError(begin, f"{name} cells", f"at least {4 * wide * n_cells:,} bytes", f"{reader.left:,} to the end")
-    meta = np.frombuffer(reader.data, "<i4", count=wide * n_cells, offset=begin).reshape(n_cells, wide)
+        raise BlobError(
+            begin, f"{name} cells", f"at least {4 * wide * n_cells:,} bytes", f"{reader.left:,} bytes to the end"
+        )
+    taken = bytes(reader.data[begin : begin + 4 * wide * n_cells])  # numpy would hold on to a view
+    meta = np.frombuffer(taken, "<i4").reshape(n_cells, wide)
     if (meta[:, 1] == 1).all():
         n_owners, owners = np.ones(n_cells, np.int32), meta[:, -1].astype(np.int32)
         pos, ext = meta[:, 0].astype(np.int32), meta[:, 2:-1].astype(np.int32)
-        reader.take(4 * wide * n_cells, f"{name} cells")
+        reader.keep(taken, f"{name} cells")
     else:
         at = int(np.argmax(meta[:, 1] != 1))
         if not whole:
@@ -671,28 +676,27 @@ def _cells(reader: _Reader, n_cells: int, extension: bool, whole: bool, owner: i
 
 def _shared_cells(reader: _Reader, n_cells: int, fixed: int, name: str) -> tuple[Int32, Int32, Int32, Int32]:
     """Cells of which some belong to several sequences, so that each has a length of its own."""
-    words = np.frombuffer(reader.data, "<i4", count=reader.left // 4, offset=reader.offset)
-    head, begins, at = np.empty((n_cells, fixed), np.int32), np.empty(n_cells, np.int64), 0
+    data, at, end = reader.data, reader.offset, len(reader.data)
+    begins = np.empty(n_cells, np.int64)
     for i in range(n_cells):
-        if at + fixed + 1 > len(words):
-            raise BlobError(
-                reader.offset + 4 * at, f"{name} cell {i}", f"{4 * fixed + 4} bytes", f"{reader.left} in all"
-            )
-        head[i] = words[at : at + fixed]
-        n = int(head[i, 1])
-        if not 1 <= n <= MAX_SEQ or at + fixed + n > len(words):
-            wanted = f"1 to {MAX_SEQ}, all there"
-            raise BlobError(reader.offset + 4 * at + 4, f"{name} cell {i} n_seq_id", wanted, n % 2**32)
-        begins[i] = at + fixed
-        at += fixed + n
+        if at + 4 * fixed + 4 > end:
+            wanted = f"at least {4 * fixed + 4} bytes"
+            raise BlobError(at, f"{name} cell {i}", wanted, f"{end - at:,} bytes to the end")
+        (n,) = _COUNT.unpack_from(data, at + 4)
+        if not 1 <= n <= MAX_SEQ or at + 4 * (fixed + n) > end:
+            raise BlobError(at + 4, f"{name} cell {i} n_seq_id", f"1 to {MAX_SEQ}, all there", n)
+        begins[i] = at
+        at += 4 * (fixed + n)
+    begins = (begins - reader.offset) // 4
+    words = np.frombuffer(reader.take(at - reader.offset, f"{name} cells"), "<i4")
+    head = words[begins[:, None] + np.arange(fixed)].astype(np.int32)
     n_owners = head[:, 1].copy()
     firsts = np.cumsum(n_owners) - n_owners
-    index = np.arange(int(n_owners.sum())) - np.repeat(firsts - begins, n_owners)
-    owners = words[index].astype(np.int32)
-    reader.take(4 * at, f"{name} cells")
-    return head[:, 0].copy(), head[:, 2:].copy(), n_owners, owners
+    index = np.arange(int(n_owners.sum())) - np.repeat(firsts - begins - fixed, n_owners)
+    return head[:, 0].copy(), head[:, 2:].copy(), n_owners, words[index].astype(np.int32)
 
 
+_COUNT = struct.Struct("<I")
 _TENSOR_HEAD = struct.Struct("<iII")
 
 
@@ -722,20 +726,18 @@ def _tensors(
         known = GGML_TYPES.get(kind)
         if known is None:
             raise BlobError(at, f"{name} {i}: type", f"one of {sorted(GGML_TYPES)}", kind)
-        # Transposed: element size and row length; else one u64 row size, whose upper half is 0 in any real cache.
+        # Transposed: element size and row length; else one u64 row size.
         row_bytes = size * n_embd if transposed else size | n_embd << 32
+        least = 0 if recurrent else 1  # a short convolution has no S
         if (
             row_bytes % known.n_bytes
-            or (row_bytes == 0 and not recurrent)  # a short convolution has no S
+            or not least <= row_bytes < 2**32
             or (transposed and (known.block > 1 or size != known.n_bytes))
         ):
+            wanted = f"{least} to 4,294,967,295 and a multiple of {known.n_bytes} ({known.name})"
             if transposed:
-                wanted, actual = (
-                    f"elements of {known.n_bytes} bytes ({known.name}), not none",
-                    f"{n_embd:,} of {size:,}",
-                )
-            else:
-                wanted, actual = f"a multiple of {known.n_bytes} ({known.name}), not 0", f"{row_bytes:,}"
+                wanted = f"elements of {known.n_bytes} bytes ({known.name}), 1 or more"
+            actual = f"{n_embd:,} of {size:,}" if transposed else f"{row_bytes:,}"
             raise BlobError(at + 4, f"{name} {i}: row size", wanted, actual)
         if like and (kind, row_bytes) != (like[i].type, like[i].row_bytes):
             wanted = f"type {like[i].type} and {like[i].row_bytes:,} bytes, as in the stream before"
