@@ -1,7 +1,8 @@
 """swarmkv_ll: prefill a document once, snapshot its KV state, fork it to many branches, restore, decode on.
 
     document ─▶ Context.decode ─▶ Snapshot ─┬─ fork()  one memmove ─▶ restore ─▶ branch decode
-                                            └─ share() no copy ─────▶ restore ─▶ branch decode
+                                            ├─ share() no copy ─────▶ restore ─▶ branch decode
+                                            └─ save()  a file ─ load() ─▶ restore ─▶ …
 
 The engine (`libllama.so`) is loaded when the first name that needs it is used. Every exception is in
 `swarmkv_ll.errors` and derives from `SwarmKVError`.
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING
 from .errors import SwarmKVError
 
 if TYPE_CHECKING:
+    from .adapter import Adapter
     from .arena import Arena, Lease
     from .budget import validate_context_budget
     from .context import Context
     from .fanout import Branch, FanOut, fan_out
+    from .identity import Rope
     from .model import Model
     from .runtime import LlamaGuard
     from .sampling import Sampler
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Adapter": "adapter",
     "Arena": "arena",
     "Branch": "fanout",
     "Context": "context",
@@ -34,6 +38,7 @@ _HOME = {
     "Lease": "arena",
     "LlamaGuard": "runtime",
     "Model": "model",
+    "Rope": "identity",
     "Sampler": "sampling",
     "Snapshot": "snapshot",
     "bind_contiguous_cache": "snapshot",
@@ -42,6 +47,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Adapter",
     "Arena",
     "Branch",
     "Context",
@@ -49,6 +55,7 @@ __all__ = [
     "Lease",
     "LlamaGuard",
     "Model",
+    "Rope",
     "Sampler",
     "Snapshot",
     "SwarmKVError",

@@ -38,6 +38,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "ends": lambda path: tiny_models.write_llama(path, eos_gain=1.5),
     "deeper": lambda path: tiny_models.write_llama(path, n_layer=5),
     "head48": lambda path: tiny_models.write_llama(path, n_head_dim=48),
+    "head64": lambda path: tiny_models.write_llama(path, n_head_dim=64),
 }
 
 
