@@ -5,33 +5,26 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import contextmanager
-from importlib import resources
-from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from . import __version__
-from .default_model import fetch_default_model, find_default_model
+from .cli_snapshot import snapshot
 from .errors import SwarmKVError
+from .terminal import duration, lines_of, loaded_model, out, path_of_model, progress_bar, read_text, sample, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from .fanout import FanOut
     from .measure import Times
     from .model import Model
-
-err = Console(stderr=True)
-out = Console()
 
 
 class _InterruptedError(Exception):
@@ -50,6 +43,9 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="swarmkv")
 def cli() -> None:
     """Prefill a document once, fork its KV state, answer from every branch."""
+
+
+cli.add_command(snapshot)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -86,41 +82,7 @@ def _fail(message: str, code: int = 2) -> int:
 @cli.command()
 def model() -> None:
     """Fetch the default model if needed, and print its path."""
-    click.echo(_model_path(None))
-
-
-def _model_path(named: str | None) -> Path:
-    if named:
-        return Path(named)
-    if found := find_default_model():
-        return found
-    with _progress() as progress:
-        task = progress.add_task("downloading model", total=None)
-        return fetch_default_model(lambda done, total: progress.update(task, completed=done, total=total))
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description:<17}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-    )
-
-
-@contextmanager
-def _loaded(named: str | None) -> Iterator[Model]:
-    from .model import Model
-
-    path = _model_path(named)
-    with _progress() as progress:
-        task = progress.add_task("loading model", total=1.0)
-        loaded = Model(path, on_progress=lambda share: progress.update(task, completed=share))
-    with loaded:
-        yield loaded
+    click.echo(path_of_model(None))
 
 
 # ── swarmkv fanout ───────────────────────────────────────────────────────────────────────────────────
@@ -153,16 +115,16 @@ def fanout(
 
     For example: swarmkv fanout --doc report.txt --prompt "Who wrote it?" --prompt "What is it about?"
     """
-    document = _read(doc) if doc else _sample("sample_spec.md")
-    prompts = [*prompt, *(_lines(_read(prompts_file)) if prompts_file else [])]
+    document = read_text(doc) if doc else sample("sample_spec.md")
+    prompts = [*prompt, *(lines_of(read_text(prompts_file)) if prompts_file else [])]
     if not prompts:
         if prompts_file:
             raise click.UsageError(f"{prompts_file} holds no prompt; it should hold one a line")
         if doc:
             raise click.UsageError("no prompt: give --prompt TEXT, or --prompts FILE with one a line")
-        prompts = _lines(_sample("sample_prompts.txt"))
+        prompts = lines_of(sample("sample_prompts.txt"))
 
-    with _loaded(model_path) as model:
+    with loaded_model(model_path) as model:
         chat = model.chat_template is not None
         result = _answer(model, document, prompts, strategy, max_tokens, n_ctx, chat, quiet=as_json)
         report: dict[str, Any] = result.to_dict()
@@ -175,35 +137,10 @@ def fanout(
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
         return
     if not out.is_terminal:
-        _show(_answers(result))
-    _show(_times(result, baseline))
+        show(_answers(result))
+    show(_times(result, baseline))
     if compare:
-        _show(Group("", _ratio_table(ratios, result.document_tokens)))
-
-
-def _show(renderable: Any) -> None:
-    """Print for a person, or, into a file or pipe, without wrapping and padding."""
-    if out.is_terminal:
-        out.print(renderable)
-        return
-    text = StringIO()
-    Console(width=100_000, file=text).print(renderable)
-    click.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
-
-
-def _read(path: str) -> str:
-    try:
-        return sys.stdin.buffer.read().decode() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"{path} is not UTF-8 text (byte {error.start})") from None
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def _sample(name: str) -> str:
-    return (resources.files("swarmkv_ll") / "data" / name).read_text(encoding="utf-8")
+        show(Group("", _ratio_table(ratios, result.document_tokens)))
 
 
 def _answer(
@@ -221,7 +158,7 @@ def _answer(
     from .fanout import Branch, FanOut, fan_out
 
     shown = FanOut("", strategy, 0, branches=[Branch(prompt) for prompt in prompts])
-    progress = _progress()
+    progress = progress_bar()
     task = progress.add_task("re-prefilling" if strategy == "reprefill" else "prefilling", total=None)
     repeats = len(prompts) if strategy == "reprefill" else 1
     before = 0
@@ -278,29 +215,23 @@ def _times(result: FanOut, baseline: FanOut | None) -> Group:
     for i, branch in enumerate(result.branches, start=1):
         total = branch.first_token_ms + branch.decode_ms
         times = (branch.fork_ms, branch.restore_ms, branch.first_token_ms, branch.decode_ms, total)
-        table.add_row(str(i), *(_duration(ms) for ms in times), str(len(branch.tokens)))
+        table.add_row(str(i), *(duration(ms) for ms in times), str(len(branch.tokens)))
     lines = Table.grid(padding=(0, 2))
     if result.strategy == "reprefill":
-        prefilled = f"{n} times in {_duration(result.prefill_ms)}"
+        prefilled = f"{n} times in {duration(result.prefill_ms)}"
     else:
-        prefilled = f"once in {_duration(result.prefill_ms)}"
+        prefilled = f"once in {duration(result.prefill_ms)}"
     state = f"; its state is {result.snapshot_bytes / 1e6:,.1f} MB" if result.snapshot_bytes else ""
     lines.add_row("document", f"{result.document_tokens:,} tokens, prefilled {prefilled}{state}")
-    lines.add_row("end to end", f"{_duration(result.end_to_end_ms)} for {n} branch{'es' * (n > 1)}")
+    lines.add_row("end to end", f"{duration(result.end_to_end_ms)} for {n} branch{'es' * (n > 1)}")
     if result.strategy != "reprefill" and n > 1:
         if baseline:
             cost, how = baseline.end_to_end_ms, "measured in this run"
         else:
             cost, how = result.end_to_end_ms + (n - 1) * result.prefill_ms, "computed; --compare measures it"
         ratio = cost / result.end_to_end_ms
-        lines.add_row(f"{n} re-prefills", f"{_duration(cost)}, {ratio:.2f} times as long ({how})")
+        lines.add_row(f"{n} re-prefills", f"{duration(cost)}, {ratio:.2f} times as long ({how})")
     return Group(table, lines)
-
-
-def _duration(ms: float) -> str:
-    if ms == 0:
-        return "–"
-    return f"{ms:,.2f} ms" if ms < 10 else f"{ms:,.0f} ms" if ms < 10_000 else f"{ms / 1000:,.1f} s"
 
 
 # ── --compare ────────────────────────────────────────────────────────────────────────────────────────
@@ -328,7 +259,7 @@ def _ratios(
     tokens, questions = document_and_prompts(model, document, prompts, chat)
     question = questions[0][-5:]
     n_ctx = len(tokens) + 8 * (len(question) + 32) + 256
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("measuring", total=None)
 
         def tell(done: int, total: int) -> None:

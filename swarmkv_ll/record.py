@@ -1,25 +1,32 @@
-"""What a snapshot is besides its bytes, and how both go into files: our own, and llama.cpp's. Needs no engine."""
+"""What a snapshot is besides its bytes, what becomes of it when they are edited, and how both go into files: our own,
+and llama.cpp's. Needs no engine.
+"""
 
 from __future__ import annotations
 
+import operator
 import os
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .blob import MAGIC, Layout, Parts, read_layout
+from . import blob
+from .blob import MAGIC, Edit, Layout, Parts, StateBlob, read_layout
 from .cache import atomic_file, write_all
-from .errors import BlobError, InvalidArgumentError, SnapshotFileError
-from .identity import Identity
+from .errors import BlobError, IncompatibleSnapshotError, InvalidArgumentError, SnapshotFileError
+from .identity import Identity, Reason, Rope, SavedModel
 from .skv import Contents
 
 Bytes = npt.NDArray[np.uint8]
 Tokens = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
+
+UNKNOWN = Identity(SavedModel("", ""), "", "", "", False, (False, False), Rope(), ())
+"""Of a state whose file does not tell what it was computed with."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,75 @@ class Record:
     window: int = 0
     begin: int = 0
 
+    # ── other states made of this one: `state` is its bytes, and nothing is copied before `Planned.write` ────────────
+
+    def slice(self, state: Bytes, n_tokens: int) -> Planned:
+        """The prefix of `n_tokens` tokens. Exact; raises as `swarmkv_ll.blob.slice`."""
+        n_tokens = operator.index(n_tokens)
+        whole = n_tokens == sum(self.layout.sequences.values())
+        tokens = {seq: ids[:n_tokens] for seq, ids in self.tokens.items()}
+        edit = blob.slice(self._blob(state), n_tokens, window=self.window)
+        return Planned(edit, replace(self, tokens=tokens, logits=self.logits if whole else {}))
+
+    def convert(self, state: Bytes, *, n_stream: int | None = None, v_transposed: bool | None = None) -> Planned:
+        """The same for contexts of another shape; raises as `swarmkv_ll.blob.convert`."""
+        return Planned(blob.convert(self._blob(state), n_stream=n_stream, v_transposed=v_transposed), self)
+
+    def delta(self, state: Bytes, begin: int) -> Planned:
+        """Only the tokens from position `begin` on; raises as `swarmkv_ll.blob.delta`."""
+        begin = operator.index(begin)
+        return Planned(blob.delta(self._blob(state), begin), replace(self, begin=begin))
+
+    def append(self, state: Bytes, tail: Record, tail_state: Bytes) -> Planned:
+        """This and a delta that goes on where it ends, as one.
+
+        Raises
+        ------
+        InvalidArgumentError
+            `tail` is no delta of this length, or of other tokens, or tokens are not known.
+        IncompatibleSnapshotError
+            They were computed with different models, types or settings.
+        PartialRemovalError
+            As `swarmkv_ll.blob.append`.
+        """
+        n_tokens = sum(self.layout.sequences.values())
+        if tail.begin == 0 or tail.begin != n_tokens or self.layout.whole:
+            raise InvalidArgumentError(f"a delta from {n_tokens} on is needed, this one begins at {tail.begin}")
+        mine, theirs = (next(iter(record.tokens.values()), None) for record in (self, tail))
+        if mine is None or theirs is None:
+            raise InvalidArgumentError("tokens of both have to be known, to tell that they belong together")
+        if not np.array_equal(mine, theirs[: len(mine)]):
+            at = int(np.argmax(mine != theirs[: len(mine)]))
+            raise InvalidArgumentError(f"the delta is of another text: token {at} is {theirs[at]}, not {mine[at]}")
+        reasons, conversions = self.identity.compare(tail.identity)
+        if reasons or conversions:
+            raise IncompatibleSnapshotError(reasons + [Reason(c.field, c.before, c.after) for c in conversions])
+        edit = blob.append(self._blob(state), tail._blob(tail_state), window=self.window)
+        return Planned(edit, replace(self, tokens=tail.tokens, logits=tail.logits))
+
+    def extract(self, state: Bytes, seq: int) -> Planned:
+        """One sequence of a whole context; raises as `swarmkv_ll.blob.extract`."""
+        seq = operator.index(seq)
+        tokens = {s: ids for s, ids in self.tokens.items() if s == seq}
+        logits = {s: row for s, row in self.logits.items() if s == seq}
+        edit = blob.extract(self._blob(state), seq, window=self.window)
+        return Planned(edit, replace(self, tokens=tokens, logits=logits))
+
+    def _blob(self, state: Bytes) -> StateBlob:
+        return StateBlob(self.layout, state)
+
+    # ── files ────────────────────────────────────────────────────────────────────────────────────────
+
     def contents(self, state: Bytes) -> Contents:
-        """As a `.skv` file has it, around the state's bytes."""
+        """As a `.skv` file has it, around the state's bytes.
+
+        Raises
+        ------
+        InvalidArgumentError
+            It is not known what it was computed with.
+        """
+        if self.identity is UNKNOWN:
+            raise InvalidArgumentError("a .skv file tells what its state was computed with, which is not known of this")
         arrays: dict[str, npt.NDArray[Any]] = {f"tokens.{seq}": tokens for seq, tokens in self.tokens.items()}
         arrays |= {f"logits.{seq}": row for seq, row in self.logits.items()}
         meta = {
@@ -122,6 +196,81 @@ class Record:
                 check(ok, name, "float32 numbers", f"{len(array)} of {array.dtype}")
                 logits[int(seq)] = array
         return cls(layout, identity, tokens, logits, window, begin)
+
+    def save_llama(self, path: str | os.PathLike[str], state: Bytes) -> None:
+        """Write a sequence file of llama.cpp's; tokens that are not known are left out.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A whole context's state, or a delta.
+        DiskFullError, OSError
+        """
+        if self.layout.whole or self.begin:
+            raise InvalidArgumentError("only one sequence's whole state can be a sequence file")
+        write_llama(path, next(iter(self.tokens.values()), np.empty(0, np.int32)), state)
+
+    @classmethod
+    def of_llama(
+        cls,
+        path: str,
+        ids: Tokens,
+        state: Bytes,
+        *,
+        parts: Parts | None = None,
+        identity: Identity = UNKNOWN,
+        window: int = 0,
+        n_vocab: int = 2**31,
+    ) -> Record:
+        """What `read_llama` has read. Tokens are kept if there are as many as positions, and all of the vocabulary.
+
+        Parameters
+        ----------
+        path : str
+            For errors.
+        parts : Parts, optional
+            What such a model's state is made of; else the first kind that explains every byte is taken.
+
+        Raises
+        ------
+        SnapshotFileError
+            Its state is none of that kind, or empty.
+        """
+        first = _HEAD.size + 4 * len(ids) - _BLOB_HEAD  # where the blob's first byte would be
+        try:
+            layout = read_layout(state, parts)
+        except BlobError as error:
+            raise SnapshotFileError(path, first + error.offset, error.field, error.expected, error.actual) from None
+        if not layout.sequences:
+            raise SnapshotFileError(path, first + _BLOB_HEAD, "state", "a sequence with tokens", "empty")
+        fits = len(ids) == layout.sequences[0] and bool(((ids >= 0) & (ids < n_vocab)).all())
+        ids.flags.writeable = False
+        return cls(layout, identity, {0: ids} if fits else {}, {}, window)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A state made of others that is yet to be written, and what will be known of it.
+
+    Attributes
+    ----------
+    edit : Edit
+    record : Record
+        All but its layout, which is still that of what it is made of.
+    """
+
+    edit: Edit
+    record: Record
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the state, in bytes."""
+        return self.edit.n_bytes
+
+    def write(self, out: Bytes | None = None) -> tuple[Record, Bytes]:
+        """Write it into `out`, by default new memory: its record and its bytes. Raises as `Edit.write`."""
+        made = self.edit.write(out)
+        return replace(self.record, layout=made.layout), made.data
 
 
 # ── llama.cpp's sequence files ───────────────────────────────────────────────────────────────────────

@@ -731,6 +731,8 @@ def _leased(arena: Arena) -> Iterator[tuple[list[Lease], skv.Allocate]]:
     leases: list[Lease] = []
 
     def allocate(n_bytes: int) -> npt.NDArray[np.uint8]:
+        if not n_bytes:
+            raise SnapshotFileError(None, 0, "state", "not empty", "0 bytes")
         leases.append(arena.lease(n_bytes))
         return _view(leases[0])
 

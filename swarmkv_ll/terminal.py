@@ -1,0 +1,96 @@
+"""What the commands share: progress bars, printing, the model by its name, texts. Needs no engine until a model is loaded."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from importlib import resources
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from .default_model import fetch_default_model, find_default_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .model import Model
+
+err = Console(stderr=True)
+out = Console()
+
+
+def path_of_model(named: str | None) -> Path:
+    """Of the model that was named, or the default one, which is fetched if need be."""
+    if named:
+        return Path(named)
+    if found := find_default_model():
+        return found
+    with progress_bar() as progress:
+        task = progress.add_task("downloading model", total=None)
+        return fetch_default_model(lambda done, total: progress.update(task, completed=done, total=total))
+
+
+def progress_bar() -> Progress:
+    """On standard error, and gone when it is done; nothing where that is no terminal."""
+    return Progress(
+        TextColumn("{task.description:<17}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    )
+
+
+@contextmanager
+def loaded_model(named: str | None) -> Iterator[Model]:
+    """That model, loaded, for the block."""
+    from .model import Model
+
+    path = path_of_model(named)
+    with progress_bar() as progress:
+        task = progress.add_task("loading model", total=1.0)
+        loaded = Model(path, on_progress=lambda share: progress.update(task, completed=share))
+    with loaded:
+        yield loaded
+
+
+def show(renderable: Any) -> None:
+    """Print for a person, or, into a file or pipe, without wrapping and padding."""
+    if out.is_terminal:
+        out.print(renderable)
+        return
+    text = StringIO()
+    Console(width=100_000, file=text).print(renderable)
+    click.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+
+
+def read_text(path: str) -> str:
+    """A text file, or with - standard input."""
+    try:
+        return sys.stdin.buffer.read().decode() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
+def lines_of(text: str) -> list[str]:
+    """Its lines that hold something."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def sample(name: str) -> str:
+    """A text that comes with the package."""
+    return (resources.files("swarmkv_ll") / "data" / name).read_text(encoding="utf-8")
+
+
+def duration(ms: float) -> str:
+    """For people; – for none."""
+    if ms == 0:
+        return "–"
+    return f"{ms:,.2f} ms" if ms < 10 else f"{ms:,.0f} ms" if ms < 10_000 else f"{ms / 1000:,.1f} s"
