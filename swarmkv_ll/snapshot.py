@@ -38,6 +38,9 @@ from .record import Record
 
 _T = TypeVar("_T")
 
+_OF_ATTENTION = ("type_k", "type_v", "rotation of K, V", "RoPE", "flash_attn")
+"""What a state without attention caches does not depend on."""
+
 
 class Restored(int):
     """What `Snapshot.restore` gives: the next position, as an int, and what the restore did.
@@ -342,8 +345,9 @@ class Snapshot:
             ctx._ptr  # noqa: B018 - raises after close
             layout = self._record.layout
             reasons, conversions = self.identity.compare(state.identity(ctx))
-            if not layout.caches:  # a recurrent state does not know flash attention
-                conversions = [change for change in conversions if change.field != "flash_attn"]
+            if not layout.caches:  # a recurrent state knows nothing of attention
+                reasons = [reason for reason in reasons if reason.field not in _OF_ATTENTION]
+                conversions = [change for change in conversions if change.field not in _OF_ATTENTION]
             if not reasons:
                 reasons += _shape_reasons(layout.shape, state.shape(ctx))
             rows = {len(row) for row in self._record.logits.values()} - {ctx.model.n_vocab}

@@ -122,7 +122,7 @@ def make_room(ctx: Context, pointer: Any, seq: int, layout: Layout) -> tuple[int
     saved = _PIECE_BYTES * rows * (runs - 1)
     n_others, runs_of_others = cells.others(seq)
     cost = 2 * n_others * row_bytes + _PIECE_BYTES * rows * (runs_of_others + 1)
-    if saved <= (n * row_bytes + _PIECE_BYTES * rows) / 2 or cost > _WORTH * saved:
+    if saved <= (n * row_bytes + _PIECE_BYTES * rows) / 3 or cost > _WORTH * saved:
         return runs, False
     if not ctx.model.capabilities.attention_only or n_others * row_bytes > available_memory() // 2:
         return runs, False

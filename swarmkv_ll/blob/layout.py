@@ -114,7 +114,7 @@ class Tensor(NamedTuple):
     n_embd: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cells:
     """Who stands in a stream's cells. Copies of the bookkeeping, not views.
 
@@ -148,7 +148,7 @@ class Cells:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StreamLayout:
     """One stream's cells and tensors."""
 
@@ -158,7 +158,7 @@ class StreamLayout:
     v: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecurrentLayout:
     """The recurrent memory's cells and tensors."""
 
@@ -168,7 +168,7 @@ class RecurrentLayout:
     s: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Where everything in a blob stands; holds no view of it.
 
@@ -273,7 +273,7 @@ class Layout:
 # ── views ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One layer's keys and values in one stream.
 
@@ -344,7 +344,7 @@ def _float32(values: npt.NDArray[Any], kind: int) -> npt.NDArray[np.float32]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stream:
     """One stream of an attention cache.
 
@@ -364,7 +364,7 @@ class Stream:
     layers: list[Layer]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recurrent:
     """The recurrent memory of a blob.
 

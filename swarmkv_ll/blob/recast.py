@@ -22,7 +22,7 @@ _Index = npt.NDArray[np.intp]
 _Step = Callable[[Bytes, int, "_Scratch"], int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Piece:
     """Some cells of a stream of a blob, on their way into another."""
 
@@ -35,7 +35,7 @@ class _Piece:
         return _take(self.stream.cells, self.index)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edit:
     """A blob that is yet to be written.
 
