@@ -481,6 +481,7 @@ class Context:
         """KV cells that sequence `seq` can still take; with a unified cache, that all can take together."""
         with self._lock:
             self._ptr  # noqa: B018 - raises after close
+            self._sync()
             return self._cells.free(self._check_seq(seq)) if self._cells else self.n_ctx_seq
 
     def copy_sequence(self, source: int, target: int, n_tokens: int | None = None) -> None:
@@ -718,15 +719,14 @@ class Context:
             runtime.check_process()
             try:
                 self._changing_now = True
-                if handle.borrowed:
-                    self._sync()
+                self._sync()
                 yield handle.pointer
             finally:
                 self._changing_now = False
 
     def _sync(self) -> None:
         """Count the cells of a borrowed context anew, in which the other binding may have decoded. Never too few."""
-        if self._cells is None:
+        if self._cells is None or self._owned is None or not self._owned.borrowed:
             return
         self._cells.clear()
         for seq in range(self.n_seq_max):

@@ -135,7 +135,8 @@ class Model:
 
     def _describe(self) -> None:
         pointer = self._handle.pointer
-        self._shapes: dict[object, object] = {}  # of state blobs, by what they depend on (`Context._shape`)
+        self._shapes: dict[object, object] = {}  # of states, by KV types; `_parts`, where they are not as expected:
+        self._parts: Parts | None = None  # what `state` has learnt from the engine
         self.n_vocab = int(C.llama_vocab_n_tokens(self._handle.vocab))
         self.n_ctx_train = int(C.llama_model_n_ctx_train(pointer))
         self.n_layer = int(C.llama_model_n_layer(pointer))

@@ -343,6 +343,7 @@ class Snapshot:
         _expect(ctx, Context)
         with ctx._lock, self._using():
             ctx._ptr  # noqa: B018 - raises after close
+            ctx._sync()
             layout = self._record.layout
             reasons, conversions = self.identity.compare(state.identity(ctx))
             if not layout.caches:  # a recurrent state knows nothing of attention
@@ -607,14 +608,15 @@ class Snapshot:
         name = os.fspath(path)
         with _leased(arena) as (leases, allocate):
             ids = record.read_llama(path, allocate)
+            wanted = state.shape(ctx)
             try:
-                layout = read_layout(_view(leases[0]), ctx.model.capabilities.blob_parts)
+                layout = read_layout(_view(leases[0]), state.parts(ctx))
             except BlobError as error:
                 at = error.offset + len(ids) * 4 + 4  # 12 bytes of header and the tokens, less the blob's own 8
                 raise SnapshotFileError(name, at, error.field, error.expected, error.actual) from None
             if not layout.sequences:
                 raise SnapshotFileError(name, 12 + 4 * len(ids), "state", "a sequence with tokens", "empty")
-            reasons = _shape_reasons(layout.shape, state.shape(ctx))
+            reasons = _shape_reasons(layout.shape, wanted)
             if reasons:
                 raise IncompatibleSnapshotError(reasons)
             fits = len(ids) == layout.sequences[0] and ((ids >= 0) & (ids < ctx.model.n_vocab)).all()

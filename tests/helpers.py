@@ -39,6 +39,13 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "deeper": lambda path: tiny_models.write_llama(path, n_layer=5),
     "head48": lambda path: tiny_models.write_llama(path, n_head_dim=48),
     "head64": lambda path: tiny_models.write_llama(path, n_head_dim=64),
+    "large": lambda path: tiny_models.write_llama(path, **tiny_models.LARGE_STATE),
+    "uneven": tiny_models.write_deci,
+    "mrope": tiny_models.write_qwen2vl,
+    "mla": tiny_models.write_deepseek2,
+    "hybrid-swa": tiny_models.write_lfm2,
+    "shortconv": lambda path: tiny_models.write_lfm2(path, window=0),
+    "lora": tiny_models.write_lora,  # an adapter for "llama", not a model
 }
 
 

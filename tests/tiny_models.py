@@ -1,13 +1,19 @@
 """Tiny random-weight GGUF models, one for each kind of memory the engine has.
 
-=============  ====================  ============================================
-writer         kind of memory        what is special
-=============  ====================  ============================================
-write_llama    attention             any size through its arguments
-write_gemma2   sliding window of 32  every other layer forgets, soft-capped logits
-write_mamba    recurrent             a state of fixed size, no rows to cut
-write_jamba    hybrid                recurrent and attention layers in turn
-=============  ====================  ============================================
+===============  =====================  ===============================================
+writer           kind of memory         what is special
+===============  =====================  ===============================================
+write_llama      attention              any size through its arguments
+write_deci       attention              KV rows that differ in size from layer to layer
+write_qwen2vl    attention, M-RoPE      each cell carries x, y and its token
+write_deepseek2  attention, K only      MLA: V is computed from the K rows
+write_gemma2     sliding window of 32   every other layer forgets, soft-capped logits
+write_mamba      recurrent              a state of fixed size, no rows to cut
+write_jamba      hybrid                 recurrent and attention layers in turn
+write_lfm2       hybrid, window of 32   all attention is windowed; S rows have 0 bytes
+===============  =====================  ===============================================
+
+`write_lora` writes an adapter for what `write_llama` writes.
 
 The same arguments give the same bytes on every machine: weights come from the
 raw 64-bit stream of PCG64, which numpy promises never to change, seeded with
@@ -42,13 +48,20 @@ __all__ = [
     "EOS",
     "IM_END",
     "IM_START",
+    "LARGE_STATE",
+    "LARGE_STATE_CELLS",
     "SLIDING_WINDOW",
     "change_one_weight",
     "tokens_and_merges",
+    "write_deci",
+    "write_deepseek2",
     "write_gemma2",
     "write_jamba",
+    "write_lfm2",
     "write_llama",
+    "write_lora",
     "write_mamba",
+    "write_qwen2vl",
 ]
 
 Path = str | PathLike[str]
@@ -65,6 +78,12 @@ CHAT_TEMPLATE = (
 )
 
 SLIDING_WINDOW = 32
+
+LARGE_STATE = {"n_layer": 4, "n_embd": 8, "n_head": 256, "n_head_kv": 256, "n_head_dim": 256, "n_ff": 16}
+"""Arguments of `write_llama` for KV rows of 2 MiB a token (f32 cache); see there."""
+
+LARGE_STATE_CELLS = 1024
+"""With as many tokens, a sequence's state in an f32 cache has more than 2³¹ bytes."""
 
 _ALPHABET = "etaoinshrdlucmfwypvbgkjqxz"
 
@@ -111,6 +130,22 @@ def tokens_and_merges(n_vocab: int) -> tuple[list[str], list[str]]:
     return tokens, [f"{left} {right}" for left, right in pairs]
 
 
+def _random(seed: int, name: str, *shape: int) -> Array:
+    """Return uniform numbers of mean 0 and variance 1 that depend on seed and name."""
+    stream = np.random.PCG64([seed, zlib.crc32(name.encode())])
+    raw = stream.random_raw(int(np.prod(shape))) >> np.uint64(40)  # 24 bits, exact in f32
+    unit = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
+    numbers: Array = (unit * np.float32(3.0**0.5)).reshape(shape)
+    return numbers
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 class _Model:
     """A GGUF file in the making: its metadata, its tokenizer and random tensors."""
 
@@ -147,12 +182,7 @@ class _Model:
         w.add_chat_template(CHAT_TEMPLATE)
 
     def random(self, name: str, *shape: int) -> Array:
-        """Return uniform numbers of mean 0 and variance 1 that depend on seed and name."""
-        stream = np.random.PCG64([self.seed, zlib.crc32(name.encode())])
-        raw = stream.random_raw(int(np.prod(shape))) >> np.uint64(40)  # 24 bits, exact in f32
-        unit = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
-        numbers: Array = (unit * np.float32(3.0**0.5)).reshape(shape)
-        return numbers
+        return _random(self.seed, name, *shape)
 
     def add(self, name: str, tensor: Array) -> None:
         self.gguf.add_tensor(name, tensor)
@@ -228,10 +258,7 @@ class _Model:
             self.norm(f"{blk}.ssm_c_norm", d_state)
 
     def write(self) -> None:
-        self.gguf.write_header_to_file()
-        self.gguf.write_kv_data_to_file()
-        self.gguf.write_tensors_to_file()
-        self.gguf.close()
+        _write(self.gguf)
 
 
 def write_llama(
@@ -261,6 +288,16 @@ def write_llama(
     eos_gain : float
         Size of the logits of `EOS` and `IM_END`. The default keeps greedy decoding
         from ending; 1.5 lets it end after some tens of tokens, 3 after none to five.
+
+    Notes
+    -----
+    A state of more than 2 GiB comes from ``**LARGE_STATE`` (a file of 32 MiB), an f32 cache,
+    flash attention and `LARGE_STATE_CELLS` tokens, ``n_batch=1024, n_ubatch=256``. Measured
+    with n_ctx=1024: `llama_state_seq_get_size` gives 2,147,496,056, decoding takes 24 s of
+    processor time, shared by two threads (34 to 58 s by the clock where others kept the cores
+    busy), and the process holds 2.5 GiB, without the blob. Without flash attention it is 32 s.
+    Fewer tokens need wider rows, more take more attention (2,049 tokens and a file of 16 MiB:
+    45 s), and an f16 cache needs twice the numbers.
     """
     m = _Model(
         path, "llama", seed=seed, n_vocab=n_vocab, n_layer=n_layer, n_embd=n_embd,
@@ -346,6 +383,156 @@ def write_jamba(
             m.attention(il, n_head, n_kv, n_head_dim)
         m.feed_forward(il)
     m.write()
+
+
+def write_deci(
+    path: Path, *, seed: int = 0, n_vocab: int = 384, n_head_kv: tuple[int, ...] = (4, 1, 2, 1),
+    n_ctx: int = 8192, add_bos: bool = False,
+) -> None:  # fmt: skip
+    """Write a deci model: a llama whose layers have `n_head_kv[il]` KV heads each, all above 0."""
+    n_embd, n_head, n_head_dim, n_layer = 64, 4, 32, len(n_head_kv)
+    m = _Model(
+        path, "deci", seed=seed, n_vocab=n_vocab, n_layer=n_layer, n_embd=n_embd,
+        n_ff=128, n_ctx=n_ctx, add_bos=add_bos, eos_gain=0.01,
+    )  # fmt: skip
+    m.heads(n_head, list(n_head_kv), n_head_dim)
+    m.rope(n_head_dim, 10000.0)
+    m.embeddings()
+    for il, n_kv in enumerate(n_head_kv):
+        m.norm(f"blk.{il}.attn_norm", n_embd)
+        m.attention(il, n_head, n_kv, n_head_dim)
+        m.feed_forward(il)
+    m.write()
+
+
+def write_qwen2vl(
+    path: Path, *, seed: int = 0, n_vocab: int = 384, n_layer: int = 4, n_ctx: int = 8192,
+    add_bos: bool = False,
+) -> None:  # fmt: skip
+    """Write a qwen2vl model: positions of three coordinates (M-RoPE); text uses one number for all."""
+    n_embd, n_head, n_head_kv, n_head_dim = 64, 4, 2, 16
+    m = _Model(
+        path, "qwen2vl", seed=seed, n_vocab=n_vocab, n_layer=n_layer, n_embd=n_embd,
+        n_ff=128, n_ctx=n_ctx, add_bos=add_bos, eos_gain=0.01,
+    )  # fmt: skip
+    m.heads(n_head, n_head_kv, n_head_dim)
+    m.rope(n_head_dim, 10000.0)
+    m.gguf.add_rope_dimension_sections([2, 3, 3, 0])  # pairs that turn with time, y, x
+    m.embeddings()
+    for il in range(n_layer):
+        m.norm(f"blk.{il}.attn_norm", n_embd)
+        m.attention(il, n_head, n_head_kv, n_head_dim)
+        m.feed_forward(il)
+    m.write()
+
+
+def write_deepseek2(
+    path: Path, *, seed: int = 0, n_vocab: int = 384, n_layer: int = 4, n_ctx: int = 8192,
+    add_bos: bool = False,
+) -> None:  # fmt: skip
+    """Write a deepseek2 model with MLA: a K row is a latent of 32 numbers and 16 that turn; there is no V."""
+    n_embd, n_head, n_latent, n_rot, n_nope, n_value, n_query = 64, 4, 32, 16, 16, 32, 32
+    m = _Model(
+        path, "deepseek2", seed=seed, n_vocab=n_vocab, n_layer=n_layer, n_embd=n_embd,
+        n_ff=128, n_ctx=n_ctx, add_bos=add_bos, eos_gain=0.01,
+    )  # fmt: skip
+    w = m.gguf
+    w.add_head_count(n_head)
+    w.add_head_count_kv(1)
+    w.add_key_length(n_latent + n_rot)
+    w.add_value_length(n_latent)
+    w.add_key_length_mla(n_nope + n_rot)
+    w.add_value_length_mla(n_value)
+    w.add_q_lora_rank(n_query)
+    w.add_kv_lora_rank(n_latent)
+    w.add_leading_dense_block_count(n_layer)  # no experts, but their numbers are asked for
+    w.add_expert_feed_forward_length(128)
+    w.add_expert_shared_count(1)
+    m.rope(n_rot, 10000.0)
+    m.embeddings()
+    for il in range(n_layer):
+        blk = f"blk.{il}"
+        m.norm(f"{blk}.attn_norm", n_embd)
+        m.matrix(f"{blk}.attn_q_a", n_query, n_embd)
+        m.norm(f"{blk}.attn_q_a_norm", n_query)
+        m.matrix(f"{blk}.attn_q_b", n_head * (n_nope + n_rot), n_query, gain=2.0)
+        m.matrix(f"{blk}.attn_kv_a_mqa", n_latent + n_rot, n_embd, gain=2.0)
+        m.norm(f"{blk}.attn_kv_a_norm", n_latent)
+        # One small matrix for each head, from the latent to its keys (stored the other way round) and values.
+        keys = m.random(f"{blk}.attn_k_b", n_head, n_latent, n_nope)
+        m.add(f"{blk}.attn_k_b.weight", keys * np.float32(2.0 / n_latent**0.5))
+        values = m.random(f"{blk}.attn_v_b", n_head, n_value, n_latent)
+        m.add(f"{blk}.attn_v_b.weight", values * np.float32(1.0 / n_latent**0.5))
+        m.matrix(f"{blk}.attn_output", n_embd, n_head * n_value, gain=2.0)
+        m.feed_forward(il)
+    m.write()
+
+
+def write_lfm2(
+    path: Path, *, seed: int = 0, n_vocab: int = 384, n_layer: int = 4, n_ctx: int = 8192,
+    window: int = SLIDING_WINDOW, add_bos: bool = False,
+) -> None:  # fmt: skip
+    """Write an lfm2 model: even layers are short convolutions, odd ones attend to the last `window` positions.
+
+    With `window` 0 they attend to everything, and the memory is a hybrid one without a window.
+    """
+    n_embd, n_head, n_head_dim, n_conv = 64, 4, 16, 3
+    n_head_kv = [0 if il % 2 == 0 else 2 for il in range(n_layer)]
+    m = _Model(
+        path, "lfm2", seed=seed, n_vocab=n_vocab, n_layer=n_layer, n_embd=n_embd,
+        n_ff=128, n_ctx=n_ctx, add_bos=add_bos, eos_gain=0.01,
+    )  # fmt: skip
+    m.gguf.add_vocab_size(n_vocab)
+    m.heads(n_head, n_head_kv, n_head_dim)
+    m.rope(n_head_dim, 10000.0)
+    m.gguf.add_shortconv_l_cache(n_conv)
+    if window:
+        m.gguf.add_sliding_window(window)
+    m.add("token_embd.weight", m.random("token_embd", n_vocab, n_embd))
+    m.norm("token_embd_norm", n_embd)  # the last norm, whatever its name says
+    m.embedding("output", 2.0 / n_embd**0.5, 0.01)
+    for il, n_kv in enumerate(n_head_kv):
+        blk = f"blk.{il}"
+        m.norm(f"{blk}.attn_norm", n_embd)
+        if n_kv == 0:
+            m.matrix(f"{blk}.shortconv.in_proj", 3 * n_embd, n_embd)
+            m.matrix(f"{blk}.shortconv.conv", n_embd, n_conv)
+            m.matrix(f"{blk}.shortconv.out_proj", n_embd, n_embd, gain=2.0)
+        else:
+            m.attention(il, n_head, n_kv, n_head_dim)
+            m.norm(f"{blk}.attn_q_norm", n_head_dim, gain=2.0)
+            m.norm(f"{blk}.attn_k_norm", n_head_dim, gain=2.0)
+        m.feed_forward(il)
+    m.write()
+
+
+def write_lora(
+    path: Path, *, seed: int = 0, n_layer: int = 4, n_embd: int = 64, n_head: int = 4,
+    n_head_kv: int = 2, n_head_dim: int = 32, rank: int = 4, alpha: float = 8.0,
+) -> None:  # fmt: skip
+    """Write a LoRA adapter for the queries and values of the llama model of the same shape.
+
+    Parameters
+    ----------
+    rank : int
+        Inner side of the two matrices of a pair.
+    alpha : float
+        The engine multiplies what a pair adds by ``alpha / rank``, and by the scale it is set with. At a
+        product of 1 a pair adds as much as the weight it belongs to already gives.
+    """
+    w = gguf.GGUFWriter(path, "llama")
+    w.add_type(gguf.GGUFType.ADAPTER)
+    w.add_name(f"tiny-lora-{seed}")
+    w.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    w.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    for il in range(n_layer):
+        for name, n_out in (("attn_q", n_head * n_head_dim), ("attn_v", n_head_kv * n_head_dim)):
+            full = f"blk.{il}.{name}.weight"
+            a = _random(seed, f"{full}.lora_a", rank, n_embd) / np.float32(n_embd**0.5)
+            b = _random(seed, f"{full}.lora_b", n_out, rank) / np.float32(rank**0.5)
+            w.add_tensor(f"{full}.lora_a", a)
+            w.add_tensor(f"{full}.lora_b", b)
+    _write(w)
 
 
 def change_one_weight(
