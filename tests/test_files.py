@@ -337,3 +337,42 @@ def test_foreign_and_cut_sequence_files_are_refused(models: Models, arena: Arena
         with ctx.snapshot(arena) as one, one.delta(5) as new, pytest.raises(InvalidArgumentError):
             new.export_llama(path)
     assert path.read_bytes() == good
+
+
+# ── over 2 GiB ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_state_over_2_gib_goes_every_way(files: Files, tmp_path: Path) -> None:
+    """Exported, forked, saved, loaded, cut and restored; every length is 64 bits wide."""
+    from swarmkv_ll.arena import available_memory
+
+    disk = os.statvfs(tmp_path)
+    if available_memory() < 9 << 30 or disk.f_bavail * disk.f_frsize < 3 << 30:
+        pytest.skip(f"needs 9 GiB of memory and 3 GiB in {tmp_path}")
+    code = """
+        import sys
+        import numpy as np
+        from helpers import BRANCH, all_logits, close, identical, text_tokens
+        from swarmkv_ll import Arena, Model, Snapshot
+        gguf, file = sys.argv[1:]
+        options = {"type_k": "f32", "type_v": "f32", "n_batch": 1024, "n_ubatch": 256, "flash_attn": True}
+        tokens = text_tokens(1024)
+        with Model(gguf) as model, Arena(4400 << 20) as arena, model.context(1280, **options) as ctx:
+            ctx.decode(tokens)
+            with ctx.snapshot(arena, tokens=tokens) as snapshot, snapshot.fork() as fork:
+                assert snapshot.n_bytes == ctx.state_size() > 2**31
+                truth = all_logits(ctx, BRANCH)
+                assert np.array_equal(fork.array[-4096:], snapshot.array[-4096:])
+                assert fork.blob.layers[-1].v.shape[0] == 1024
+                fork.save(file)
+            with Snapshot.load(file, arena) as loaded, loaded.slice(1023) as most:
+                assert loaded.restore(ctx) == 1024
+                assert identical(all_logits(ctx, BRANCH), truth)
+                assert most.n_bytes > 2**31 - 2**22
+                ctx.clear()
+                assert most.restore(ctx) == 1023
+                ctx.decode(tokens[-1:])
+                assert close(all_logits(ctx, BRANCH), truth)
+        """
+    run_ok(code, files["large"], tmp_path / "large.skv", timeout=400)
+    (tmp_path / "large.skv").unlink()
