@@ -11,7 +11,7 @@ import os
 import textwrap
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 from rich import box
@@ -22,6 +22,7 @@ from .errors import (
     IncompatibleSnapshotError,
     PartialRemovalError,
     SnapshotError,
+    SnapshotFileError,
 )
 from .terminal import duration, loaded_model, out, progress_bar, read_text, sample, show
 
@@ -37,20 +38,29 @@ if TYPE_CHECKING:
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 """Keys of `limits.KV_TYPES`, which cannot be asked without the engine."""
 
+_F = TypeVar("_F", bound="Callable[..., Any]")
+
 _FORMATS = {"skv": "a .skv file", "llama": "a sequence file of llama.cpp's"}
 
 _model = click.option("--model", "model_path", metavar="GGUF", help="Model; by default $SWARMKV_MODEL, or a small one.")
-_flash_attn = click.option("--flash-attn", type=click.Choice(["auto", "on", "off"]), help="Flash attention.")
-_type_k = click.option(
-    "--type-k", type=click.Choice(KV_TYPES), metavar="TYPE", help="Type of the K cache: f16, q8_0, …"
-)
-_type_v = click.option("--type-v", type=click.Choice(KV_TYPES), metavar="TYPE", help="Type of the V cache.")
+
 _out = click.option(
     "-o", "--out", "out_path", metavar="OUT", required=True, help="File to write; replaced in one step."
 )
 _file = click.argument("path", metavar="FILE")
 
-_FLASH_ATTN: dict[str | None, Literal["auto"] | bool] = {"auto": "auto", "on": True, "off": False}
+_FLASH_ATTN: dict[str, Literal["auto"] | bool] = {"auto": "auto", "on": True, "off": False}
+
+
+def _flash_attn(default: str) -> Callable[[_F], _F]:
+    return click.option(
+        "--flash-attn", type=click.Choice([*_FLASH_ATTN]), help=f"Flash attention; by default {default}."
+    )
+
+
+def _kv_type(kind: str, default: str) -> Callable[[_F], _F]:
+    what = f"Type of the {kind} cache (f16, q8_0, …); by default {default}."
+    return click.option(f"--type-{kind.lower()}", type=click.Choice(KV_TYPES), metavar="TYPE", help=what)
 
 
 @click.group()
@@ -64,13 +74,13 @@ def snapshot() -> None:
 # ── save ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@snapshot.command()
+@snapshot.command(short_help="Prefill a document and save its state.")
 @click.option("--doc", type=click.Path(), help="Document to prefill, - for standard input; by default a sample.")
 @_model
 @click.option("--n-ctx", type=click.IntRange(1), help="Context size; by default what the document needs.")
-@_flash_attn
-@_type_k
-@_type_v
+@_flash_attn("auto")
+@_kv_type("K", "f16")
+@_kv_type("V", "f16")
 @click.option("--llama", is_flag=True, help="Write a sequence file as llama.cpp's own instead: without logits.")
 @_out
 def save(
@@ -99,8 +109,13 @@ def save(
             raise click.UsageError(f"--n-ctx {n_ctx} is more than the {model.n_ctx_train} the model was trained on")
         if len(tokens) > room:
             raise click.UsageError(f"the document's {len(tokens):,} tokens do not fit a context of {room:,}")
-        settings = _settings(flash_attn or "auto", type_k or "f16", type_v or "f16")
-        with model.context(n_ctx or len(tokens), n_batch=N_BATCH, **settings) as ctx:
+        with model.context(
+            n_ctx or len(tokens),
+            flash_attn=_FLASH_ATTN[flash_attn or "auto"],
+            type_k=type_k or "f16",
+            type_v=type_v or "f16",
+            n_batch=N_BATCH,
+        ) as ctx:
             begin = perf_counter()
             with progress_bar() as progress:
                 task = progress.add_task("prefilling", total=len(tokens))
@@ -114,11 +129,7 @@ def save(
                     taken.save(out_path)
                 saved = perf_counter()
     times = f"prefilled in {_seconds(begin, prefilled)}, saved in {_seconds(exported, saved)}"
-    click.echo(f"{out_path}: {len(tokens):,} tokens, {_size(os.path.getsize(out_path))}; {times}")
-
-
-def _settings(flash_attn: str, type_k: str, type_v: str) -> dict[str, Any]:
-    return {"flash_attn": _FLASH_ATTN[flash_attn], "type_k": type_k, "type_v": type_v}
+    click.echo(f"{_clean(out_path)}: {len(tokens):,} tokens, {_size(os.path.getsize(out_path))}; {times}")
 
 
 def _check_target(path: str) -> None:
@@ -128,6 +139,8 @@ def _check_target(path: str) -> None:
     code = None
     if os.path.isdir(target):
         code = errno.EISDIR
+    elif os.path.exists(target) and not os.path.isfile(target):
+        raise OSError(errno.EINVAL, "Not a regular file", path)
     elif not os.path.isdir(folder):
         code = errno.ENOENT
     elif not os.access(folder, os.W_OK):
@@ -139,7 +152,7 @@ def _check_target(path: str) -> None:
 # ── info ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@snapshot.command()
+@snapshot.command(short_help="Tell what is in a file, layer by layer.")
 @_file
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @click.option("--layers/--no-layers", default=True, help="Norms of every layer's keys and values, or header only.")
@@ -202,9 +215,9 @@ def _extra_named() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if (error.name or "").split(".")[0] not in ("gguf", "matplotlib"):
+        package = (error.name or "").split(".", maxsplit=1)[0]
+        if package not in ("gguf", "matplotlib"):
             raise
-        package = str(error.name).split(".", maxsplit=1)[0]
         raise click.ClickException(f"this needs {package}: pip install 'swarmkv-ll[inspect]'") from None
 
 
@@ -226,7 +239,8 @@ def _header(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         model = identity["model"]
         yield "model", f"{_clean(model['name'])}, fingerprint {_clean(model['fingerprint'])[:16]}…"
         yield "engine", _clean(identity["engine"])
-        yield "types", types or f"K {_clean(identity['type_k'])}, V {_clean(identity['type_v'])}, as it is kept"
+        context = f"K {_clean(identity['type_k'])}, V {_clean(identity['type_v'])}"
+        yield "types", types or f"none kept (of a context with {context})"
         yield "flash attn.", "on" if identity["flash_attn"] else "off"
         rotated = " and ".join(kind for kind, on in zip("KV", identity["rotation"], strict=True) if on)
         yield "rotation", f"{rotated} rows" if rotated else "none"
@@ -241,7 +255,7 @@ def _header(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if found["n_stream"]:
         unified = found["n_stream"] == 1
         yield "streams", "1: one cache for all sequences" if unified else f"{found['n_stream']}: one a sequence"
-    if len(found["sequences"]) and found["window"]:
+    if found["window"]:
         yield "window", f"{found['window']:,} tokens that windowed layers look back"
     for at, (seq, of) in enumerate(sequences.items()):
         if at == _MOST_SEQUENCES:
@@ -338,7 +352,7 @@ def _clean(text: object) -> str:
 # ── restore-check ────────────────────────────────────────────────────────────────────────────────────
 
 
-@snapshot.command("restore-check")
+@snapshot.command("restore-check", short_help="Tell whether a file can be restored.")
 @_file
 @_model
 @click.option("--n-ctx", type=click.IntRange(1), help="Context size; by default as small as fits.")
@@ -346,9 +360,9 @@ def _clean(text: object) -> str:
 @click.option(
     "--streams/--unified", default=None, help="A cache a sequence, or one for all; by default as in the file."
 )
-@_flash_attn
-@_type_k
-@_type_v
+@_flash_attn("as in the file")
+@_kv_type("K", "as in the file")
+@_kv_type("V", "as in the file")
 @click.option("--n-tokens", type=click.IntRange(1), help="Restore only so many tokens.")
 @click.option("--allow-inexact", is_flag=True, help="Also where what follows would only be equal up to rounding.")
 @click.option("--quick", is_flag=True, help="Do not decode the last token again to compare logits.")
@@ -381,13 +395,12 @@ def restore_check(
     del opened  # of llama.cpp's files, with the state in memory
     asked = {"n_ctx": n_ctx, "n_seq_max": n_seq_max, "kv_unified": None if streams is None else not streams}
     given = {"flash_attn": flash_attn and _FLASH_ATTN[flash_attn], "type_k": type_k, "type_v": type_v}
-    wanted = _wanted(record, n_tokens, {**asked, **given})
     with loaded_model(model_path) as model:
         from .arena import Arena
 
-        with model.context(**wanted) as ctx, Arena(n_bytes) as arena:
+        with model.context(**_wanted(record, n_tokens, {**asked, **given})) as ctx, Arena(n_bytes) as arena:
             _tell("context", f"{_clean(model.path.name)}: {_context(ctx)}")
-            ok = _try(lambda: _load(path, form, ctx, arena), ctx, n_tokens, allow_inexact, quick)
+            ok = _try(lambda: _load(path, form, ctx, arena), form == "llama", ctx, n_tokens, allow_inexact, quick)
     command.exit(0 if ok else 1)
 
 
@@ -396,13 +409,14 @@ def _wanted(record: Record, n_tokens: int | None, asked: dict[str, Any]) -> dict
     import numpy as np
 
     from .blob import GGML_TYPES
+    from .fanout import N_BATCH
     from .record import UNKNOWN
 
     layout, identity = record.layout, record.identity
     if identity is UNKNOWN:
         held = [stream for cache in layout.caches for stream in cache if stream and stream.k]
-        type_k, type_v = (GGML_TYPES[held[0].k[0].type].name, "") if held else ("f16", "f16")
-        type_v = GGML_TYPES[held[0].v[0].type].name if held and held[0].v else type_v or type_k
+        type_k = GGML_TYPES[held[0].k[0].type].name if held else "f16"
+        type_v = GGML_TYPES[held[0].v[0].type].name if held and held[0].v else type_k
         flash_attn: Literal["auto"] | bool = False if layout.v_transposed else "auto"
     else:
         type_k, type_v, flash_attn = identity.type_k, identity.type_v, identity.flash_attn
@@ -429,7 +443,7 @@ def _wanted(record: Record, n_tokens: int | None, asked: dict[str, Any]) -> dict
         "flash_attn": flash_attn,
         "type_k": type_k,
         "type_v": type_v,
-        "n_batch": max(512, n_seq_max),
+        "n_batch": max(N_BATCH, n_seq_max),
         "rope": identity.rope,
     }
     return wanted | {name: value for name, value in asked.items() if value is not None}
@@ -442,14 +456,20 @@ def _load(path: str, form: Format, ctx: Context, arena: Arena) -> Snapshot:
 
 
 def _try(
-    load: Callable[[], Snapshot], ctx: Context, n_tokens: int | None, allow_inexact: bool, quick: bool
-) -> bool:  # fmt: skip
-    """Restore, telling about it; whether that went well."""
+    load: Callable[[], Snapshot], guessed: bool, ctx: Context, n_tokens: int | None, allow_inexact: bool, quick: bool
+) -> bool:
+    """Restore, telling about it; whether that went well. `guessed`: the file was read without knowing its model."""
     try:
         held = load()
     except IncompatibleSnapshotError as error:  # of a file that only tells its layout
         _tell("restore", click.style("not possible", fg="red"))
         _tell_all("against", error.reasons)
+        return False
+    except SnapshotFileError as error:
+        if not guessed:
+            raise
+        _tell("restore", f"{click.style('not possible', fg='red')}: not a state of such a model")
+        _tell("against", error)
         return False
     with held:
         if held.whole:
@@ -459,7 +479,7 @@ def _try(
         found = held.can_restore(ctx, n_tokens=n_tokens, allow_inexact=allow_inexact)
         if not found:
             _tell("restore", f"{click.style('not possible', fg='red')}: {what}, {_size(held.n_bytes)}")
-            _tell_all("converted", found.conversions)
+            _tell_all("conversions", found.conversions or ["none"])
             _tell_all("against", found.reasons)
             return False
         begin = perf_counter()
@@ -471,53 +491,53 @@ def _try(
         took = _seconds(begin, perf_counter())
         done = f"{what}, {_size(held.n_bytes)}, in {took}"
         _tell("restore", f"{click.style('done', fg='green')}: {done}")
-        _tell_all("converted", found.conversions or ("nothing: restored as it is",))
+        _tell_all("conversions", found.conversions or ["none"])
         if not quick:
             _tell_all("logits", _compared(held, ctx))
     return True
 
 
 def _compared(held: Snapshot, ctx: Context) -> Iterator[str]:
-    """Decode each sequence's last token again, and compare the row it gives with the one that was saved."""
+    """Decode each sequence's last token again, and compare the row it gives with the one that was saved.
+
+    Where that is another row, because the engine sums in another order in batches of another size, the last batch too.
+    """
+    from .fanout import N_BATCH
+
     tokens, logits = (
         by_sequence if isinstance(by_sequence, dict) else {0: by_sequence} if by_sequence is not None else {}
         for by_sequence in (held.tokens, held.last_logits)
     )
-    missing = [name for name, known in (("tokens", tokens), ("logits", logits)) if not known]
-    if missing:
-        yield f"not compared: the file keeps no {' and no '.join(missing)}"
+    if not tokens or not logits:
+        yield f"not compared: the file keeps no {'logits' if tokens else 'tokens'}"
+    elif not tokens.keys() & logits.keys():
+        yield "not compared: the file keeps both tokens and logits of no sequence"
+    explain = False
     for seq in sorted(tokens.keys() & logits.keys()):
-        for found in _decoded_again(ctx, seq, tokens[seq], logits[seq]):
-            yield f"sequence {seq}: {found}" if held.whole else found
-
-
-def _decoded_again(ctx: Context, seq: int, tokens: Any, saved: Any) -> Iterator[str]:
-    """The last token by itself; and, as the engine sums in another order where a batch has another size, the last batch."""
-    from .fanout import N_BATCH
-
-    n = len(tokens)
-    if ctx.position(seq) != n:
-        yield "not compared: the saved ones are those after the last token, which was not restored"
-        return
-    last_batch = n - 1 - (n - 1) % N_BATCH
-    for begin, which in (
-        (n - 1, "last token decoded again by itself"),
-        (last_batch, f"last {n - last_batch} decoded again, batches as `snapshot save` splits them"),
-    ):
-        if begin == 0:  # nothing of what was restored would be left
-            break
-        try:
-            ctx.remove(seq, begin)
-            ctx.decode(tokens[begin:], seq=seq)
-        except (PartialRemovalError, ContextFullError) as error:
-            yield f"not compared: {error}"
+        of, n = f"sequence {seq}: " if held.whole else "", len(tokens[seq])
+        if ctx.position(seq) != n:
+            yield "not compared: the saved ones are those after the last token, which was not restored"
             return
-        row = ctx.logits(seq)
-        if row.tobytes() == saved.tobytes():
-            yield f"{which}: equal bit for bit"
-            return
-        yield f"{which}: {_difference(row, saved)}"
-    yield "the engine sums in another order where batches are split differently: what a row was computed in is not kept"
+        begins = {n - 1: "last token decoded again by itself"}
+        last_batch = n - 1 - (n - 1) % N_BATCH
+        if last_batch and not held.whole:  # else nothing of what was restored would be left, or it is beside others
+            begins.setdefault(last_batch, f"last {n - last_batch} decoded again, in a batch as `snapshot save` does")
+        for begin, what in begins.items():
+            try:
+                ctx.remove(seq, begin)
+                ctx.decode(tokens[seq][begin:], seq=seq)
+            except (PartialRemovalError, ContextFullError) as error:
+                yield f"{of}not compared: {error}"
+                break
+            row = ctx.logits(seq)
+            if row.tobytes() == logits[seq].tobytes():
+                yield f"{of}{what}: equal bit for bit"
+                break
+            yield f"{of}{what}: {_difference(row, logits[seq])}"
+        else:
+            explain = True
+    if explain:
+        yield "(in a batch of another size the engine sums in another order; the one a row came from is not kept)"
 
 
 def _difference(row: Any, saved: Any) -> str:
@@ -548,14 +568,14 @@ def _tell(name: str, value: object) -> None:
 
 def _tell_all(name: str, values: Any) -> None:
     for value in values:
-        _tell(name, _clean(value))
+        _tell(name, _clean(value).replace("allow_inexact=True", "--allow-inexact"))
         name = ""
 
 
 # ── slice, convert ───────────────────────────────────────────────────────────────────────────────────
 
 
-@snapshot.command("slice")
+@snapshot.command("slice", short_help="Write the state of the first N tokens.")
 @_file
 @click.argument("n_tokens", metavar="N", type=click.IntRange(1))
 @_out
@@ -575,7 +595,7 @@ def slice_(path: str, n_tokens: int, out_path: str) -> None:
     click.echo(f"{_clean(out_path)}: {n_tokens:,} of {before:,} tokens, {_size(os.path.getsize(out_path))}")
 
 
-@snapshot.command()
+@snapshot.command(short_help="Write the same state for another shape of context.")
 @_file
 @_out
 @click.option("--n-stream", type=click.IntRange(1), help="Streams: 1 for a unified cache, else one a sequence. Exact.")
@@ -610,7 +630,8 @@ def convert(path: str, out_path: str, n_stream: int | None, v_transposed: bool |
     kind = kind or opened.format
     _write(record, state, kind, out_path)
     layout = record.layout
-    laid_out = "" if layout.v_transposed is None else f", V {'transposed' if layout.v_transposed else 'by rows'}"
+    with_v = layout.parts.has_v and layout.v_transposed is not None
+    laid_out = f", V {'transposed' if layout.v_transposed else 'by rows'}" if with_v else ""
     streams = f", {layout.n_stream} stream{'s' * (layout.n_stream > 1)}" if layout.n_stream else ""
     n = sum(layout.sequences.values())
     click.echo(

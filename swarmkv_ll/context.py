@@ -704,7 +704,7 @@ class Context:
         return self._owned.pointer
 
     @contextmanager
-    def _changing(self) -> Iterator[Any]:
+    def _changing(self, *, sync: bool = True) -> Iterator[Any]:
         """Hold the lock for a call that changes the context, and refuse one from a signal handler inside another.
 
         The lock is re-entrant so that a callback may ask for a position; a change inside a change would find, or leave,
@@ -719,7 +719,8 @@ class Context:
             runtime.check_process()
             try:
                 self._changing_now = True
-                self._sync()
+                if sync:
+                    self._sync()
                 yield handle.pointer
             finally:
                 self._changing_now = False
@@ -731,9 +732,9 @@ class Context:
         self._cells.clear()
         for seq in range(self.n_seq_max):
             end = self._next(seq)
-            # Of a sliding window the engine tells the first position in the window, not the first that is held.
-            windowed = self.model.capabilities.sliding_window
-            begin = 0 if windowed else max(0, int(C.llama_memory_seq_pos_min(self._memory, seq)))
+            # Where a window or a recurrent state is part of it, the engine tells the first position that all parts hold.
+            plain = self.model.capabilities.attention_only
+            begin = max(0, int(C.llama_memory_seq_pos_min(self._memory, seq))) if plain else 0
             self._cells.exact = False
             n = min(end - begin, self._cells.free(seq))  # shared cells are counted once a sequence
             if n > 0:
@@ -743,7 +744,7 @@ class Context:
         """Free the KV memory, once no view of its logits is left. Does nothing the second time."""
         if self._owned is None:
             return
-        with self._changing():
+        with self._changing(sync=False):  # a borrowed context may be gone already
             handle, self._owned = self._owned, None
             if not self._outputs.viewed:
                 handle.free()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from .errors import InvalidArgumentError
 from .modelfile import ModelFile
@@ -55,8 +55,38 @@ class Rope:
             low = -1.0 if field.name.startswith("yarn_") and field.name != "yarn_orig_ctx" else 0.0
             whole = isinstance(value, int) and not isinstance(value, bool)
             number = whole or (isinstance(value, float) and field.name != "yarn_orig_ctx")
-            if not number or not math.isfinite(value) or not low <= value <= 1e9:
+            if not number or not low <= value <= 1e9:  # math.isfinite would choke on integers of 400 digits
                 raise InvalidArgumentError(f"rope {field.name} should be {low:g} to 1e9, is {value!r}")
+
+    @classmethod
+    def own(cls, metadata: Mapping[str, str]) -> Rope:
+        """A model's own settings, from its GGUF's metadata, with the engine's defaults (`src/llama-hparams.h`)."""
+        arch = metadata.get("general.architecture", "")
+
+        def found(key: str, default: str) -> str:
+            return metadata.get(f"{arch}.rope.{key}", default)
+
+        factor = float(found("scaling.factor", found("scale_linear", "1")))
+        return cls(
+            freq_base=float(found("freq_base", "10000")),
+            freq_scale=1 / factor if factor else 1.0,
+            scaling=cast("Any", found("scaling.type", "linear")),
+            yarn_ext_factor=float(found("scaling.yarn_ext_factor", "-1")),
+            yarn_attn_factor=float(found("scaling.yarn_attn_factor", "1")),
+            yarn_beta_fast=float(found("scaling.yarn_beta_fast", "32")),
+            yarn_beta_slow=float(found("scaling.yarn_beta_slow", "1")),
+            yarn_orig_ctx=int(found("scaling.original_context_length", metadata.get(f"{arch}.context_length", "0"))),
+        )
+
+    def beyond(self, own: Rope) -> Rope:
+        """These settings with those left to the model that are the model's anyway: equal if they mean the same."""
+        kept = {}
+        for field in fields(self):
+            mine, its = getattr(self, field.name), getattr(own, field.name)
+            same = mine == its if isinstance(mine, str) else math.isclose(mine, its, rel_tol=1e-6)
+            if not same:
+                kept[field.name] = mine
+        return Rope(**kept)
 
     def __str__(self) -> str:
         default = Rope()
@@ -237,6 +267,8 @@ class Identity:
         model, rope, rotation = meta["model"], meta["rope"], meta["rotation"]
         texts = {key: meta[key] for key in ("engine", "type_k", "type_v")}
         texts |= {"fingerprint": model["fingerprint"], "name": model["name"]}
+        if not isinstance(meta["adapters"], list) or not isinstance(rotation, list):
+            raise TypeError("adapters and rotation should be lists")
         adapters = [(adapter["fingerprint"], adapter["scale"]) for adapter in meta["adapters"]]
         texts |= {f"adapter {i}": fingerprint for i, (fingerprint, _) in enumerate(adapters)}
         for key, text in texts.items():

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from . import skv
 from .blob import GGML_TYPES, StateBlob
-from .blob.layout import MAX_SEQ
+from .blob.layout import MAX_SEQ, _float32
 from .cache import atomic_file, write_all
 from .errors import HostMemoryError, InvalidArgumentError, SnapshotFileError
 from .record import SEQ_MAGIC, UNKNOWN, Bytes, Record, read_llama
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .blob.layout import Tensor
 
 Format = Literal["skv", "llama"]
-Norms = npt.NDArray[np.float32]
+Norms = npt.NDArray[np.float64]
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────
@@ -248,7 +248,7 @@ def measure(
 ) -> tuple[list[LayerRow], list[Grid]]:
     """Norms of every layer's rows, over all cells and streams; and, if wanted, grids of the longest sequences.
 
-    Beside the state no more than one layer of one stream is in memory, as float32.
+    Beside the state there are never more than a few MB in memory.
 
     Raises
     ------
@@ -271,10 +271,10 @@ def measure(
             held = [(grid, held_by(layout, stream.cells, grid.seq)) for grid in maps] if stream.layers else []
             for i, layer in enumerate(stream.layers):
                 row = rows[begin + i]
-                for which, (values, into) in enumerate(zip(layer.dequantize(), (row.first, row.second), strict=True)):
+                for which, (values, into) in enumerate(((layer.k, row.first), (layer.v, row.second))):
                     if values is None or into is None:
                         continue
-                    norms = _norms(values)
+                    norms = _norms(values, into.type)
                     into.norm.add(norms)
                     for grid, index in held:
                         grid.add(which, begin + i, stream.pos[index], norms[index])
@@ -286,8 +286,8 @@ def measure(
         pairs = zip(layout.recurrent.r, layout.recurrent.s, recurrent.r, recurrent.s, strict=True)
         for i, (r, s, r_values, s_values) in enumerate(pairs):
             first_tensor, second_tensor = Measured.of(r), Measured.of(s)
-            first_tensor.norm.add(_norms(r_values.astype(np.float32)))
-            second_tensor.norm.add(_norms(s_values.astype(np.float32)))
+            first_tensor.norm.add(_norms(r_values, first_tensor.type))
+            second_tensor.norm.add(_norms(s_values, second_tensor.type))
             rows.append(LayerRow("recurrent", i, first_tensor, second_tensor))
     return rows, maps
 
@@ -297,9 +297,27 @@ def held_by(layout: Layout, cells: Cells, seq: int) -> npt.NDArray[np.intp]:
     return cells.held_by(seq) if layout.whole else np.arange(len(cells))
 
 
-def _norms(values: npt.NDArray[np.float32]) -> Norms:
+_PIECE = 1 << 18
+"""Values that are made float32 at a time: new memory for a whole layer costs more than all the rest."""
+
+
+def _norms(values: npt.NDArray[Any], kind: str) -> Norms:
+    """L2 norm of each row. In pieces of rows, or, of a transposed V, of columns: as they lie in memory."""
+    n_rows, n_columns = values.shape
+    squares = np.zeros(n_rows)  # float64: the square of a large float32 is none
+    number = next(number for number, known in GGML_TYPES.items() if known.name == kind)
     with np.errstate(all="ignore"):
-        found: Norms = np.sqrt(np.einsum("ij,ij->i", values, values))
+        if values.strides[0] < values.strides[1]:
+            step = max(1, _PIECE // max(1, n_rows))
+            for at in range(0, n_columns, step):
+                piece = _float32(values[:, at : at + step], number)
+                squares += np.einsum("ij,ij->i", piece, piece, dtype=np.float64)
+        else:
+            step = max(1, _PIECE // max(1, n_columns))
+            for at in range(0, n_rows, step):
+                piece = _float32(values[at : at + step], number)
+                squares[at : at + step] = np.einsum("ij,ij->i", piece, piece, dtype=np.float64)
+        found: Norms = np.sqrt(squares)
     return found
 
 
@@ -415,9 +433,10 @@ def figure(rows: list[LayerRow], grids: list[Grid], title: str) -> Figure:
         scale, how = _scale([grid.map(which) for grid in grids])
         for i, grid in enumerate(grids):
             ax = axes[i, which]
+            numbers = grid.map(which)
             extent = (grid.begin - 0.5, grid.begin + grid.n_columns * grid.width - 0.5, len(rows) - 0.5, -0.5)
             image = ax.imshow(
-                np.ma.masked_invalid(grid.map(which)),
+                np.ma.masked_invalid(numbers),
                 aspect="auto",
                 interpolation="nearest",
                 cmap="viridis",
@@ -429,9 +448,10 @@ def figure(rows: list[LayerRow], grids: list[Grid], title: str) -> Figure:
             of = f" of sequence {grid.seq}" if len(grids) > 1 else ""
             ax.set_title(f"{kind.capitalize()}{of}: norm of each token's row", fontsize=11)
             mean = f", mean of {grid.width} a column" if grid.width > 1 else ""
-            ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+            ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=(1, 2, 5, 10)))
             ax.xaxis.set_major_formatter("{x:,.0f}")
-            ax.set_xlabel(f"position (tokens{mean})")
+            missing = "; grey: not held" if np.isnan(numbers).any() else ""
+            ax.set_xlabel(f"position (tokens{mean}){missing}")
             _layer_axis(ax, rows)
             ticks, form = (LogLocator(subs=(1, 2, 5)), "%g") if isinstance(scale, LogNorm) else (None, None)
             bar = made.colorbar(image, ax=ax, extend="both", pad=0.02, ticks=ticks, format=form)

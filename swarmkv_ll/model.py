@@ -16,11 +16,11 @@ from . import runtime
 from .blob import Parts
 from .errors import ClosedError, InvalidArgumentError, ModelLoadError, TokenizeError
 from .ffi import C, ffi
+from .identity import Rope
 from .modelfile import ModelFile
 
 if TYPE_CHECKING:
     from .context import Context
-    from .identity import Rope
 
 Tokens = npt.NDArray[np.int32]
 
@@ -331,6 +331,14 @@ class Model:
         return {
             read(C.llama_model_meta_key_by_index, i): read(C.llama_model_meta_val_str_by_index, i) for i in range(count)
         }
+
+    @cached_property
+    def rope(self) -> Rope:
+        """The model's own RoPE settings."""
+        try:
+            return Rope.own(self.metadata)
+        except (ValueError, InvalidArgumentError):  # settings the engine knows and this library does not
+            return Rope()
 
     @property
     def n_bytes(self) -> int:

@@ -36,7 +36,7 @@ class ModelFile:
             raise ModelLoadError(f"{str(self.path)!a} cannot be a file name: {error}") from None
         if magic != b"GGUF":
             raise ModelLoadError(f"{self.path}: not a GGUF file (begins with {magic!r})")
-        _check_vocabulary(self.path)
+        _check_metadata(self.path)
         self.parts = self._parts()
         self.stats = tuple(_stat(part) for part in self.parts)
         self._lock = threading.Lock()
@@ -101,10 +101,14 @@ _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 1
 _STRING, _ARRAY = 8, 9
 
 
-def _check_vocabulary(path: Path) -> None:
-    """Refuse a vocabulary in which two tokens have the same text: the engine aborts on it (`src/llama-vocab.cpp`).
+_ROPE_SCALING = (b"none", b"linear", b"yarn", b"longrope")
 
-    Reads the GGUF's metadata only. What is damaged in another way is left to the engine, which says so.
+
+def _check_metadata(path: Path) -> None:
+    """Refuse what the engine aborts on: two tokens of the same text (`src/llama-vocab.cpp`), an unknown RoPE scaling
+    (`src/llama-model.cpp`).
+
+    What is damaged in another way is left to the engine, which says so.
     """
     with open(path, "rb") as file, contextlib.suppress(struct.error, ValueError, KeyError, OSError):
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -126,6 +130,8 @@ def _check_vocabulary(path: Path) -> None:
             seen: set[bytes] = set()
             for i in range(count):
                 text, at = _string(data, at)
+                if key.endswith(b".rope.scaling.type") and text not in _ROPE_SCALING:
+                    raise ModelLoadError(f"{path}: RoPE scaling {text!r} is none that the engine knows")
                 if key == b"tokenizer.ggml.tokens" and text in seen:
                     raise ModelLoadError(f"{path}: token {i} has the text {text!r}, as an earlier one has")
                 if text:

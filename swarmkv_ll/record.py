@@ -240,6 +240,7 @@ class Record:
         try:
             layout = read_layout(state, parts)
         except BlobError as error:
+            del state  # so that the traceback keeps no view of it alive
             raise SnapshotFileError(path, first + error.offset, error.field, error.expected, error.actual) from None
         if not layout.sequences:
             raise SnapshotFileError(path, first + _BLOB_HEAD, "state", "a sequence with tokens", "empty")

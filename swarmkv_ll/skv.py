@@ -53,6 +53,7 @@ _VERSION_AT, _FLAGS_AT, _LENGTH_AT, _SIZE_AT, _COUNT_AT = 8, 12, 16, 24, 32
 _HEAD = struct.Struct("<8sIIQQQ")
 _ENTRY = struct.Struct("<32s8sQQ16s")
 _DIGEST = 16
+_FIRST = 1 << 14
 _CHUNK = 1 << 20  # read and hashed at a time, while it is in the cache: faster than smaller, larger or a second thread
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")
@@ -398,10 +399,10 @@ class _Source:
         return int(got)
 
     def take(self, n_bytes: int, field: str, hasher: xxh3_128 | None = None) -> bytearray:
-        """Read `n_bytes`; allocates little more than what has come."""
+        """Read `n_bytes`; allocates at most twice what has come, and `_FIRST`."""
         data, hasher = bytearray(), hasher or xxh3_128()
         while to_come := n_bytes - len(data):
-            piece = bytearray(min(_CHUNK, to_come))
+            piece = bytearray(min(_CHUNK, to_come, max(_FIRST, len(data))))
             with memoryview(piece) as view:
                 self.fill(view, field, hasher, to_come - len(view))
             data += piece

@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from . import record, skv, state
 from .arena import Arena, Lease
-from .blob import Edit, StateBlob, append, convert, delta, extract, read_layout
+from .blob import Edit, Layout, StateBlob, append, convert, delta, extract, read_layout
 from .blob import slice as slice_blob
 from .context import Context
 from .errors import (
@@ -350,7 +351,7 @@ class Snapshot:
                 reasons = [reason for reason in reasons if reason.field not in _OF_ATTENTION]
                 conversions = [change for change in conversions if change.field not in _OF_ATTENTION]
             if not reasons:
-                reasons += _shape_reasons(layout.shape, state.shape(ctx))
+                reasons += _layout_reasons(layout, ctx)
             rows = {len(row) for row in self._record.logits.values()} - {ctx.model.n_vocab}
             if rows:
                 reasons.append(Reason("numbers in a row of logits", ctx.model.n_vocab, rows.pop()))
@@ -748,6 +749,26 @@ def _leased(arena: Arena) -> Iterator[tuple[list[Lease], skv.Allocate]]:
         for lease in leases:
             lease._give_back()
         raise
+
+
+def _layout_reasons(layout: Layout, ctx: Context) -> list[Reason]:
+    """What the engine would find in a state that is not of this kind of context, only after it has dropped another."""
+    shape, parts = state.shape(ctx), state.parts(ctx)
+    if layout.parts != parts:
+        return [Reason("memories", layout.parts, parts)]
+    reasons = _shape_reasons(layout.shape, shape)
+    arch = ctx.model.metadata.get("general.architecture")
+    if layout.arch not in (None, arch):
+        reasons.append(Reason("architecture", layout.arch, arch))
+    for _, found, name in layout.bookkeeping if layout.recurrent else ():
+        if name == "recurrent n_layer" and (n := int.from_bytes(found, "little")) != ctx.model.n_layer:
+            reasons.append(Reason("layers of the model", n, ctx.model.n_layer))
+    ends = [replace(layout, caches=(cache,), recurrent=None).sequences for cache in layout.caches]
+    ends += [replace(layout, caches=()).sequences] if layout.recurrent else []
+    differ = next((end for end in ends if end != ends[0]), None)
+    if differ is not None:
+        reasons.append(Reason("end of each sequence in one memory", ends[0], f"{differ} in another"))
+    return reasons
 
 
 def _shape_reasons(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[Reason]:

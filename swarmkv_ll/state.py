@@ -32,7 +32,7 @@ def identity(ctx: Context) -> Identity:
         ctx.type_v,
         ctx.flash_attn,
         ctx._rotation,
-        ctx.rope,
+        ctx.rope.beyond(ctx.model.rope),
         ctx.adapters,
     )
 
@@ -203,8 +203,6 @@ def adopt(
     if foreign := foreign_engines():
         raise EngineConflictError(foreign)
     pointer = ffi.cast("struct llama_context *", _address(address))
-    if pointer == ffi.NULL:
-        raise InvalidArgumentError("address should be a llama_context *, is NULL")
     path = model_path if model_path is not None else getattr(owner, "model_path", None)
     if path is None:
         raise InvalidArgumentError("model_path should name the model's file: the owner has no model_path")
@@ -229,15 +227,21 @@ def adopt(
 
 
 def _address(address: object) -> int:
-    """What a pointer of any binding points to."""
-    if isinstance(address, int):
-        return address
+    """What a pointer of any binding points to; that there is memory is all that can be checked of it."""
     if isinstance(address, ffi.CData):
-        return int(ffi.cast("uintptr_t", address))
-    try:
-        return ctypes.cast(cast("Any", address), ctypes.c_void_p).value or 0
-    except (ctypes.ArgumentError, TypeError):
-        raise InvalidArgumentError(f"address should be a pointer, is {type(address).__name__}") from None
+        value = int(ffi.cast("uintptr_t", address))
+    elif isinstance(address, (ctypes.c_void_p, ctypes._Pointer)):
+        value = ctypes.cast(address, ctypes.c_void_p).value or 0
+    elif isinstance(address, int) and not isinstance(address, bool):
+        value = address
+    else:
+        raise InvalidArgumentError(f"address should be a pointer, is {type(address).__name__}")
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        ranges = [line.split(maxsplit=2)[:2] for line in maps]
+    writable = [[int(end, 16) for end in span.split("-")] for span, mode in ranges if mode.startswith("rw")]
+    if value % 8 or not any(begin <= value < end for begin, end in writable):
+        raise InvalidArgumentError(f"address should be that of a llama_context, is {value:#x}, where there is none")
+    return value
 
 
 def _settings(layout: Layout, model: Model, rope: Rope) -> Settings:

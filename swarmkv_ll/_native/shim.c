@@ -146,13 +146,33 @@ static void on_log(enum ggml_log_level level, const char * text, void * user_dat
 
 void skv_route_log(void) { llama_log_set(on_log, NULL); }
 
+/* Another binding in the process may have routed the log to itself since: while any of our calls runs, it is ours. */
+static int n_collecting;
+static ggml_log_callback others_log;
+static void * others_data;
+
 /* From here to skv_end_log, lines logged in this thread are for this thread to take; others are for whoever comes. */
 void skv_begin_log(bool debug) {
     collecting++;
     wants_debug = debug;
+    pthread_mutex_lock(&log_lock);
+    if (n_collecting++ == 0) {
+        llama_log_get(&others_log, &others_data);
+        if (others_log != on_log) {
+            llama_log_set(on_log, NULL);
+        }
+    }
+    pthread_mutex_unlock(&log_lock);
 }
 
-void skv_end_log(void) { collecting--; }
+void skv_end_log(void) {
+    collecting--;
+    pthread_mutex_lock(&log_lock);
+    if (--n_collecting == 0 && others_log != on_log) {
+        llama_log_set(others_log, others_data);
+    }
+    pthread_mutex_unlock(&log_lock);
+}
 
 /* Takes the oldest line of this thread or of none; returns its level, 0 if there is none. */
 int skv_take_log(char * out, size_t size) {
