@@ -85,6 +85,15 @@ def model() -> None:
     click.echo(path_of_model(None))
 
 
+# ── swarmkv lib-dir ──────────────────────────────────────────────────────────────────────────────────
+
+
+@cli.command("lib-dir")
+def lib_dir() -> None:
+    """Print the folder of the engine's libraries, for other bindings' LLAMA_CPP_LIB_PATH."""
+    click.echo(Path(__file__).resolve().parent / "_lib")
+
+
 # ── swarmkv fanout ───────────────────────────────────────────────────────────────────────────────────
 
 

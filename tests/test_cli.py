@@ -230,3 +230,8 @@ def test_version_needs_no_engine(files: Path) -> None:
     code = "import sys; sys.modules['swarmkv_ll._llama'] = None; from swarmkv_ll.cli import main; main(['--version'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("swarmkv, version ")
+
+
+def test_lib_dir_is_where_the_library_is(files: Path) -> None:
+    folder = Path(run(files, "lib-dir").stdout.strip())
+    assert (folder / "libllama.so").is_file()

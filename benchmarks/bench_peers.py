@@ -1,0 +1,31 @@
+"""Beside what a user would take instead: llama-cpp-python's own way to save and load a state, on the same library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmkv_ll.default_model import fetch_default_model
+
+N_DOCUMENT = 3501
+
+
+@pytest.mark.benchmark(group="peers")
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed, see docs/interop.md")
+def bench_save_and_load(benchmark: Any, ratio: Any) -> None:
+    """In a process of its own, where llama-cpp-python holds the document; both save and load in turns."""
+    run = [
+        sys.executable,
+        str(Path(__file__).with_name("peer_llama_cpp_python.py")),
+        str(fetch_default_model()),
+        str(N_DOCUMENT),
+    ]
+    done = benchmark.pedantic(lambda: subprocess.run(run, capture_output=True, text=True, check=True), rounds=1)
+    found = json.loads(done.stdout.splitlines()[-1])
+    ratio("save + load, times as fast as llama-cpp-python's", found.pop("ratio"), 20, **found)
