@@ -238,6 +238,7 @@ class Context:
         model_path: str | os.PathLike[str] | None = None,
         rope: Rope | None = None,
         adapters: Mapping[str | os.PathLike[str], float] | None = None,
+        swa_full: bool = False,
     ) -> Context:
         """A context that another binding on this same library has made: borrowed, never freed.
 
@@ -253,9 +254,10 @@ class Context:
             before.
         model_path : path-like, optional
             The model's file, which is what identifies it; by default ``owner.model_path``.
-        rope, adapters
+        rope, adapters, swa_full
             What the context was made with, if not the model's own: the engine does not tell. `adapters` maps files of
-            LoRA adapters in force to their scales.
+            LoRA adapters in force to their scales. Only with `swa_full` a whole context's snapshot of a sliding-window
+            model can be restored: else it is not known how many cells the window has.
 
         Raises
         ------
@@ -271,7 +273,15 @@ class Context:
         """
         from .state import adopt  # points downward: a state is read to learn what the context is
 
-        return adopt(cls, address, owner=owner, model_path=model_path, rope=rope, adapters=adapters or {})
+        return adopt(
+            cls,
+            address,
+            owner=owner,
+            model_path=model_path,
+            rope=rope,
+            adapters=adapters or {},
+            swa_full=bool(swa_full),
+        )
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 

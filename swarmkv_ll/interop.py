@@ -13,6 +13,7 @@ backends, which it does not find by itself. With a library of its own in the pro
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections import OrderedDict
@@ -25,8 +26,15 @@ import numpy.typing as npt
 from . import runtime
 from .arena import Arena
 from .context import Context
-from .errors import ArenaExhaustedError, ClosedError, EngineConflictError, InvalidArgumentError
-from .ffi import LIB_DIR, foreign_engines
+from .errors import (
+    ArenaExhaustedError,
+    ClosedError,
+    EngineConflictError,
+    EngineLoadError,
+    InvalidArgumentError,
+    SwarmKVError,
+)
+from .ffi import LIB_DIR, ffi, foreign_engines
 from .identity import Rope
 from .snapshot import Snapshot
 
@@ -34,6 +42,7 @@ os.environ.setdefault("LLAMA_CPP_LIB_PATH", str(LIB_DIR))
 runtime.start()
 
 try:
+    import llama_cpp
     from llama_cpp.llama import Llama
     from llama_cpp.llama_cache import BaseLlamaCache
 except ImportError as error:
@@ -43,6 +52,12 @@ except ImportError as error:
 
 if foreign := foreign_engines():
     raise EngineConflictError(foreign)
+for _name in ("llama_context_params", "llama_model_params", "llama_batch"):
+    _theirs, _ours = ctypes.sizeof(getattr(llama_cpp, _name)), ffi.sizeof(f"struct {_name}")
+    if _theirs != _ours:
+        raise EngineLoadError(
+            f"llama-cpp-python {llama_cpp.__version__} is for another engine: its {_name} has {_theirs} bytes, ours {_ours}"
+        )
 
 _SCALING = {-1: "model", 0: "none", 1: "linear", 2: "yarn", 3: "longrope"}
 
@@ -78,6 +93,7 @@ def adopt(llm: Any, *, owner: object = None) -> Context:
         model_path=llm.model_path,
         rope=rope,
         adapters={llm.lora_path: llm.lora_scale} if llm.lora_path else {},
+        swa_full=bool(made.swa_full),
     )
 
 
@@ -104,7 +120,7 @@ class SnapshotState:
     def __init__(self, snapshot: Snapshot, llm: Any) -> None:
         self.snapshot = snapshot
         self.n_tokens = snapshot.n_tokens
-        self.input_ids = cast("npt.NDArray[np.int32]", snapshot.tokens)
+        self.input_ids: npt.NDArray[np.int32] = next(iter(snapshot._record.tokens.values()))
         self.seed = llm._seed
         self.scores = llm.scores[: self.n_tokens].copy() if llm._logits_all else None
 
@@ -211,7 +227,8 @@ class SnapshotCache(BaseLlamaCache):  # type: ignore[misc]  # the package has no
         kinds = self._ctx.model.capabilities
         if kinds.recurrent or kinds.hybrid:
             return n_tokens == state.n_tokens
-        return not kinds.sliding_window or n_tokens >= state.n_tokens - 1
+        # A sequence's state leaves out what has left the window; a whole context's has it, if its cache is full-size.
+        return not kinds.sliding_window or state.snapshot.whole or n_tokens >= state.n_tokens - 1
 
     # ── in the place of Llama.save_state and Llama.load_state ────────────────────────────────────────
 
@@ -224,15 +241,21 @@ class SnapshotCache(BaseLlamaCache):  # type: ignore[misc]  # the package has no
 
     def _save(self) -> Any:
         llm, ctx = self._attached()
-        ctx.remove(0, llm.n_tokens)  # as eval() does first: what a reset or a shorter prompt has left behind
         tokens = llm.input_ids[: llm.n_tokens].astype(np.int32)
-        while True:
-            try:
-                return SnapshotState(ctx.snapshot(self.arena, tokens=tokens), llm)
-            except ArenaExhaustedError:
-                if not self._states:  # larger than the arena: an answer must not be lost for that
-                    return Llama.save_state(llm)
-                self._states.popitem(last=False)[1].snapshot.release()
+        full_window = ctx.model.capabilities.sliding_window and ctx._window_cells
+        try:
+            ctx.remove(0, llm.n_tokens)  # as eval() does first: what a reset or a shorter prompt has left behind
+            while True:
+                try:
+                    if full_window:
+                        return SnapshotState(ctx.snapshot(self.arena, None, tokens={0: tokens}), llm)
+                    return SnapshotState(ctx.snapshot(self.arena, tokens=tokens), llm)
+                except ArenaExhaustedError:
+                    if not self._states:
+                        raise
+                    self._states.popitem(last=False)[1].snapshot.release()
+        except SwarmKVError:  # too large, or a memory that cannot go back: an answer must not be lost for that
+            return Llama.save_state(llm)
 
     def _load(self, state: Any) -> None:
         llm, ctx = self._attached()

@@ -15,12 +15,11 @@ import numpy.typing as npt
 
 from . import record, skv, state
 from .arena import Arena, Lease
-from .blob import Edit, Layout, StateBlob, append, convert, delta, extract, read_layout
+from .blob import Layout, StateBlob, convert
 from .blob import slice as slice_blob
 from .context import Context
 from .errors import (
     ArenaExhaustedError,
-    BlobError,
     ClosedError,
     IncompatibleSnapshotError,
     InvalidArgumentError,
@@ -35,7 +34,7 @@ from .ffi import C, ffi
 from .identity import Compatibility, Conversion, Identity, Reason
 from .model import Tokens
 from .outputs import Logits
-from .record import Record
+from .record import Planned, Record
 
 _T = TypeVar("_T")
 
@@ -233,21 +232,14 @@ class Snapshot:
             A recurrent state cannot be cut, or the sliding window has moved on.
         InvalidArgumentError, ArenaExhaustedError
         """
-        n_tokens = operator.index(n_tokens)
-        whole = n_tokens == self.n_tokens
-        tokens = {seq: ids[:n_tokens] for seq, ids in self._record.tokens.items()}
-        logits = self._record.logits if whole else {}
-        return self._made(lambda blob: slice_blob(blob, n_tokens, window=self._record.window), arena, tokens, logits)
+        return self._made(lambda state: self._record.slice(state, n_tokens), arena)
 
     def convert(
         self, *, n_stream: int | None = None, v_transposed: bool | None = None, arena: Arena | None = None
     ) -> Snapshot:
         """The same state laid out for other contexts, in a lease of its own; see `swarmkv_ll.blob.convert`."""
         return self._made(
-            lambda blob: convert(blob, n_stream=n_stream, v_transposed=v_transposed),
-            arena,
-            self._record.tokens,
-            self._record.logits,
+            lambda state: self._record.convert(state, n_stream=n_stream, v_transposed=v_transposed), arena
         )
 
     def delta(self, begin: int, arena: Arena | None = None) -> Snapshot:
@@ -261,9 +253,7 @@ class Snapshot:
             A recurrent state has no such part.
         InvalidArgumentError, ArenaExhaustedError
         """
-        begin = operator.index(begin)
-        known = self._record
-        return self._made(lambda blob: delta(blob, begin), arena, known.tokens, known.logits, begin)
+        return self._made(lambda state: self._record.delta(state, begin), arena)
 
     def append(self, tail: Snapshot, arena: Arena | None = None) -> Snapshot:
         """This state and a `delta` that goes on where it ends, as one, in a lease of its own.
@@ -279,47 +269,20 @@ class Snapshot:
         PartialRemovalError, ArenaExhaustedError
         """
         _expect(tail, Snapshot)
-        if tail.begin == 0 or tail.begin != self.n_tokens or self.whole:
-            raise InvalidArgumentError(f"a delta from {self.n_tokens} on is needed, this one begins at {tail.begin}")
-        mine, theirs = self.tokens, tail.tokens
-        if not isinstance(mine, np.ndarray) or not isinstance(theirs, np.ndarray):
-            raise InvalidArgumentError("tokens of both have to be known, to tell that they belong together")
-        if not np.array_equal(mine, theirs[: len(mine)]):
-            at = int(np.argmax(mine != theirs[: len(mine)]))
-            raise InvalidArgumentError(f"the delta is of another text: token {at} is {theirs[at]}, not {mine[at]}")
-        reasons, conversions = self.identity.compare(tail.identity)
-        if reasons or conversions:
-            raise IncompatibleSnapshotError(reasons + [Reason(c.field, c.before, c.after) for c in conversions])
         with tail._using():
-            other = StateBlob(tail._record.layout, tail._bytes())
-            window, known = self._record.window, tail._record
-            return self._made(lambda blob: append(blob, other, window=window), arena, known.tokens, known.logits)
+            return self._made(lambda state: self._record.append(state, tail._record, tail._bytes()), arena)
 
     def extract(self, seq: int, arena: Arena | None = None) -> Snapshot:
         """One sequence of a whole context's snapshot, in a lease of its own."""
-        seq = operator.index(seq)
-        known, window = self._record, self._record.window
-        tokens = {s: ids for s, ids in known.tokens.items() if s == seq}
-        logits = {s: row for s, row in known.logits.items() if s == seq}
-        return self._made(lambda blob: extract(blob, seq, window=window), arena, tokens, logits)
+        return self._made(lambda state: self._record.extract(state, seq), arena)
 
-    def _made(
-        self,
-        edit: Callable[[StateBlob], Edit],
-        arena: Arena | None,
-        tokens: Mapping[int, Tokens],
-        logits: Mapping[int, Logits],
-        begin: int | None = None,
-    ) -> Snapshot:
+    def _made(self, plan: Callable[[npt.NDArray[np.uint8]], Planned], arena: Arena | None) -> Snapshot:
         with self._using():
-            planned = edit(StateBlob(self._record.layout, self._bytes()))
+            planned = plan(self._bytes())
             lease = self._arena(arena).lease(planned.n_bytes)
             try:
-                layout = planned.write(_view(lease)).layout
-                begin = self.begin if begin is None else begin
-                return Snapshot(
-                    lease, _Holders(), Record(layout, self.identity, tokens, logits, self._record.window, begin)
-                )
+                known, _ = planned.write(_view(lease))
+                return Snapshot(lease, _Holders(), known)
             except BaseException:
                 lease._give_back()
                 raise
@@ -584,11 +547,8 @@ class Snapshot:
             A whole context's state, or a delta.
         DiskFullError, OSError
         """
-        if self.whole or self.begin:
-            raise InvalidArgumentError("only one sequence's whole state can be a sequence file")
-        tokens = self._record.tokens.get(next(iter(self.sequences)), np.empty(0, np.int32))
         with self._using():
-            record.write_llama(path, tokens, self._bytes())
+            self._record.save_llama(path, self._bytes())
 
     @classmethod
     def import_llama(cls, path: str | os.PathLike[str], ctx: Context, arena: Arena) -> Snapshot:
@@ -610,20 +570,18 @@ class Snapshot:
         with _leased(arena) as (leases, allocate):
             ids = record.read_llama(path, allocate)
             wanted = state.shape(ctx)
-            try:
-                layout = read_layout(_view(leases[0]), state.parts(ctx))
-            except BlobError as error:
-                at = error.offset + len(ids) * 4 + 4  # 12 bytes of header and the tokens, less the blob's own 8
-                raise SnapshotFileError(name, at, error.field, error.expected, error.actual) from None
-            if not layout.sequences:
-                raise SnapshotFileError(name, 12 + 4 * len(ids), "state", "a sequence with tokens", "empty")
-            reasons = _shape_reasons(layout.shape, wanted)
+            known = Record.of_llama(
+                name,
+                ids,
+                _view(leases[0]),
+                parts=state.parts(ctx),
+                identity=state.identity(ctx),
+                window=ctx.model.capabilities.sliding_window,
+                n_vocab=ctx.model.n_vocab,
+            )
+            reasons = _shape_reasons(known.layout.shape, wanted)
             if reasons:
                 raise IncompatibleSnapshotError(reasons)
-            fits = len(ids) == layout.sequences[0] and ((ids >= 0) & (ids < ctx.model.n_vocab)).all()
-            ids.flags.writeable = False
-            window = ctx.model.capabilities.sliding_window
-            known = Record(layout, state.identity(ctx), {0: ids} if fits else {}, {}, window)
             return cls(leases[0], _Holders(), known)
 
     def release(self) -> None:

@@ -198,6 +198,7 @@ def adopt(
     model_path: str | os.PathLike[str] | None,
     rope: Rope | None,
     adapters: Mapping[str | os.PathLike[str], float],
+    swa_full: bool,
 ) -> Context:
     """`Context.adopt`."""
     if foreign := foreign_engines():
@@ -221,7 +222,10 @@ def adopt(
     if not held:
         adopted.clear()
     model._shapes.clear()  # noted under types that were not known yet
-    adopted._begin(model, ContextHandle(model._handle, pointer), lock, _settings(layout, model, rope))
+    known = _settings(layout, model, rope)
+    if swa_full and known.kv_unified:
+        known = replace(known, window_cells=adopted.n_ctx)
+    adopted._begin(model, ContextHandle(model._handle, pointer), lock, known)
     adopted.adapters = in_force
     return adopted
 

@@ -280,9 +280,8 @@ def test_whole_contexts_unified_and_in_streams(models: Models, arena: Arena, kin
                         assert used == (
                             0 if kind == RECURRENT else 96 if not target["kv_unified"] else 160 if shared else 256
                         )
-                        apart = (
-                            not shape["kv_unified"] and not target["kv_unified"]
-                        )  # else cells lie elsewhere, which rounds
+                        # Beside other sequences, and in a window's reused cells, sums are taken in another order.
+                        apart = not shape["kv_unified"] and not target["kv_unified"] and kind != SLIDING
                         same = identical if apart else close
                         assert same(all_logits(second, BRANCH, 2), truths[0])
                         assert same(all_logits(second, BRANCH, 1), truths[0])
@@ -290,7 +289,8 @@ def test_whole_contexts_unified_and_in_streams(models: Models, arena: Arena, kin
                 with whole.extract(3) as one, new_context(model, flash_attn=flash_attn) as alone:
                     assert np.array_equal(one.tokens, other)
                     one.restore(alone)
-                    assert identical(all_logits(alone, BRANCH), truths[1])
+                    same = close if shape["kv_unified"] else identical
+                    assert same(all_logits(alone, BRANCH), truths[1])
 
 
 def test_a_whole_context_is_refused_where_it_does_not_fit(models: Models, arena: Arena) -> None:

@@ -121,8 +121,16 @@ static void keep_line(void) {
 
 static void advise_new_memory(void);
 
+static ggml_log_callback volatile others_log; /* whose the log was before our calls took it */
+static void * volatile others_data;
+
 static void on_log(enum ggml_log_level level, const char * text, void * user_data) {
     (void) user_data;
+    const ggml_log_callback others = others_log;
+    if (!collecting && others && others != on_log) { /* another binding's call, in a thread of its own */
+        others(level, text, others_data);
+        return;
+    }
     if (strstr(text, "KV buffer size")) {
         advise_new_memory();
     }
@@ -144,12 +152,24 @@ static void on_log(enum ggml_log_level level, const char * text, void * user_dat
     }
 }
 
-void skv_route_log(void) { llama_log_set(on_log, NULL); }
+/* Whether a callback is the engine's own, which writes to standard error. */
+static bool is_default(ggml_log_callback callback) {
+    Dl_info ggml, its;
+    return dladdr((void *) ggml_log_set, &ggml) && dladdr((void *) callback, &its) && ggml.dli_fbase == its.dli_fbase;
+}
 
-/* Another binding in the process may have routed the log to itself since: while any of our calls runs, it is ours. */
+/* For good, unless another binding in the process has the log already. */
+void skv_route_log(void) {
+    ggml_log_callback callback;
+    void * data;
+    llama_log_get(&callback, &data);
+    if (is_default(callback)) {
+        llama_log_set(on_log, NULL);
+    }
+}
+
+/* While any of our calls runs, it is ours, and goes back afterwards. */
 static int n_collecting;
-static ggml_log_callback others_log;
-static void * others_data;
 
 /* From here to skv_end_log, lines logged in this thread are for this thread to take; others are for whoever comes. */
 void skv_begin_log(bool debug) {
@@ -157,8 +177,12 @@ void skv_begin_log(bool debug) {
     wants_debug = debug;
     pthread_mutex_lock(&log_lock);
     if (n_collecting++ == 0) {
-        llama_log_get(&others_log, &others_data);
-        if (others_log != on_log) {
+        ggml_log_callback callback;
+        void * data;
+        llama_log_get(&callback, &data);
+        others_log = callback;
+        others_data = data;
+        if (callback != on_log) {
             llama_log_set(on_log, NULL);
         }
     }
