@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -255,7 +256,7 @@ def _settings(layout: Layout, model: Model, rope: Rope) -> Settings:
     type_v = GGML_TYPES[found[0].v[0].type].name if found and found[0].v else type_k
     transposed = bool(layout.v_transposed)
     # As llama_kv_cache decides it.
-    switched_off = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") not in ("", "0")
+    switched_off = re.match(r"\s*[+-]?0*[1-9]", os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")) is not None
     rotation = [
         kind not in ("f32", "f16", "bf16") and not switched_off and head_dim(model, name) % 64 == 0
         for kind, name in ((type_k, "key_length"), (type_v, "value_length"))
