@@ -8,7 +8,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from . import runtime
-from .errors import ModelLoadError
+from .cache import open_regular
+from .errors import InvalidArgumentError, ModelLoadError
 from .ffi import C, ffi
 from .model import Model
 
@@ -29,6 +30,8 @@ class Adapter:
     """
 
     def __init__(self, model: Model, path: str | os.PathLike[str]) -> None:
+        if not isinstance(model, Model):
+            raise InvalidArgumentError(f"expected Model, got {type(model).__name__}")
         self.path = Path(path)
         self.fingerprint = fingerprint(self.path)
         self._parent = model._handle
@@ -50,7 +53,7 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
         It cannot be read, or is no GGUF.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if (magic := file.read(4)) != b"GGUF":
                 raise ModelLoadError(f"{path}: not a GGUF file (begins with {magic!r})")
             hasher = blake3(max_threads=blake3.AUTO)
@@ -59,5 +62,5 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
             return digest
     except OSError as error:
         raise ModelLoadError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # a NUL or half a surrogate in the name
-        raise ModelLoadError(f"{str(path)!a} cannot be a file name: {error}") from None
+    except InvalidArgumentError as error:
+        raise ModelLoadError(str(error)) from None

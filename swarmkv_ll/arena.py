@@ -29,6 +29,7 @@ from .errors import (
 )
 from .exclusive import alone, new_lock
 from .ffi import C, ffi
+from .skv import peek
 
 ALIGNMENT = 4096
 """Leases begin at multiples of this (bytes), and their size is rounded up to it: pages, O_DIRECT, ggml buffers."""
@@ -41,6 +42,9 @@ class HasState(Protocol):
 
     def state_size(self, seq: int = 0) -> int:
         """Bytes the engine needs to export sequence `seq`."""
+
+    def position(self, seq: int = 0) -> int:
+        """Its next position; 0 if it is empty."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,15 @@ class Arena:
         The size comes from the engine (`llama_state_seq_get_size`), not from a formula. `options` as for `Arena`.
         """
         n_snapshots = _positive(1 + operator.index(n_branches), "1 + n_branches")
+        if not ctx.position(seq):
+            raise InvalidArgumentError(f"sequence {seq} is empty: there is no state to size an arena by")
         return cls(n_snapshots * _round_up(ctx.state_size(seq), ALIGNMENT), **options)
+
+    @classmethod
+    def for_file(cls, path: str | os.PathLike[str], n_branches: int = 0, **options: Any) -> Arena:
+        """An arena with room for what a `.skv` file holds, and for `n_branches` forks of it. `options` as for `Arena`."""
+        n_snapshots = _positive(1 + operator.index(n_branches), "1 + n_branches")
+        return cls(n_snapshots * _round_up(peek(path).state_bytes, ALIGNMENT), **options)
 
     def lease(self, n_bytes: int) -> Lease:
         """Take a piece of at least `n_bytes`; its bytes are whatever was there before.
@@ -183,7 +195,10 @@ class Arena:
 
     def _blocks(self) -> list[tuple[int, int]]:
         """(offset, size) of each lease, in order."""
-        return sorted((lease.offset, lease.capacity) for lease in self._leases if not lease.released)
+        return sorted((lease.offset, lease.capacity) for lease in self._held())
+
+    def _held(self) -> list[Lease]:
+        return [lease for lease in self._leases if not lease.released]
 
     def _gaps(self) -> list[tuple[int, int]]:
         """(offset, size) of each free block, in order."""
@@ -200,7 +215,7 @@ class Arena:
         """Sizes and counts at this moment."""
         with alone(self._lock, "arena"):
             self._check_open()
-            leases = list(self._leases)
+            leases = self._held()
             sizes = [size for _, size in self._gaps()]
         return ArenaStats(
             n_bytes=self.n_bytes,
@@ -242,7 +257,7 @@ class Arena:
         with alone(self._lock, "arena"):
             if not self._slab.alive:
                 return
-            leases = list(self._leases)
+            leases = self._held()
             if leases:
                 raise LiveViewsError("arena", sum(lease.viewed for lease in leases), len(leases))
             self._slab()
@@ -358,7 +373,7 @@ class Lease:
         with alone(self.arena._lock, "arena"):
             self._check_held()
             if self.viewed:
-                raise LiveViewsError("lease", 1)
+                raise LiveViewsError(self._owner or "lease", 1)
             if self._buffer is not None:
                 ffi.release(self._buffer)
             self._unreleased.detach()

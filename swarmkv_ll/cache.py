@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from .errors import DiskFullError
+from .errors import DiskFullError, InvalidArgumentError
 
 _STEP = 8 << 20
 """Most bytes that one call writes, so that a Ctrl-C does not wait for gigabytes."""
@@ -38,6 +38,39 @@ def write_atomically(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path, len(data)) as file:
         write_all(file, data)
+
+
+def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> io.BufferedReader:
+    """Open a file to read it; unbuffered, as `open` with that argument. A pipe would be waited for.
+
+    Raises
+    ------
+    OSError
+        It is not a regular file, or the system's own reason.
+    InvalidArgumentError
+        No file can have this name.
+    """
+    name = file_name(path)
+    mode = os.stat(name).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open() refuses folders
+        raise OSError(errno.EINVAL, "Not a regular file", name)
+    return open(name, "rb", buffering=buffering)  # type: ignore[return-value]  # a FileIO, unbuffered
+
+
+def file_name(path: str | os.PathLike[str]) -> str:
+    """`path` as text; refuses what no file can be called.
+
+    Raises
+    ------
+    InvalidArgumentError
+    """
+    name = os.fsdecode(path)
+    try:
+        if b"\0" in os.fsencode(name):
+            raise ValueError("a NUL is in it")
+    except ValueError as error:  # or half a surrogate
+        raise InvalidArgumentError(f"{name!a} cannot be a file name: {error}") from None
+    return name
 
 
 @contextlib.contextmanager
@@ -99,7 +132,7 @@ def atomic_file(path: str | os.PathLike[str], n_bytes: int | None = None) -> Ite
 
 def _target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     """The file that `path` leads to, and its permission bits if there is one."""
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(file_name(path)))
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 from . import runtime
 from .adapter import Adapter
@@ -228,6 +229,7 @@ class Context:
         self._n_piece = self.n_ubatch if kinds.sliding_window else self.n_batch
         self._batch = Batch(self._n_piece)
         self._outputs = Outputs(owned, model.n_vocab, self.n_seq_max)
+        self._left: Any = None  # how the last call left a borrowed context
 
     @classmethod
     def adopt(
@@ -279,7 +281,7 @@ class Context:
             owner=owner,
             model_path=model_path,
             rope=rope,
-            adapters=adapters or {},
+            adapters={} if adapters is None else adapters,
             swa_full=bool(swa_full),
         )
 
@@ -451,6 +453,8 @@ class Context:
         """
         with self._lock:
             self._ptr  # noqa: B018 - raises after close
+            if not self._changing_now:
+                self._forget_if_touched()
             if seq is not None:
                 return self._outputs.row(self._check_seq(seq))
             return self._outputs.everything()
@@ -653,7 +657,10 @@ class Context:
                 raise InvalidArgumentError(
                     f"sequence {held[0]} holds tokens that other adapters have made: clear() first"
                 )
-            pairs = [(adapter, float(scale)) for adapter, scale in adapters]
+            try:
+                pairs = [(adapter, float(scale)) for adapter, scale in adapters]
+            except (TypeError, ValueError, OverflowError) as error:
+                raise InvalidArgumentError(f"adapters should be (adapter, scale) pairs: {error}") from None
             for adapter, scale in pairs:
                 if not isinstance(adapter, Adapter) or adapter._parent is not self._owned.parent:
                     raise InvalidArgumentError(f"{adapter!r} is not an Adapter of this context's model")
@@ -663,8 +670,13 @@ class Context:
                 raise InvalidArgumentError("each adapter can be in force once")
             pointers = ffi.new("struct llama_adapter_lora *[]", [adapter._pointer for adapter, _ in pairs])
             scales = ffi.new("float[]", [scale for _, scale in pairs])
-            C.llama_set_adapters_lora(pointer, pointers, len(pairs), scales)
-            self.adapters = in_order(AdapterId(adapter.fingerprint, scale) for adapter, scale in pairs)
+            known = in_order(AdapterId(adapter.fingerprint, scale) for adapter, scale in pairs)
+
+            def put() -> None:
+                C.llama_set_adapters_lora(pointer, pointers, len(pairs), scales)
+                self.adapters = known
+
+            self._twice_if_interrupted(put)
 
     def _replaced_all(self, layout: Layout, rows: Mapping[int, Logits]) -> None:
         """A restore has put a whole context's cells in the place of everything."""
@@ -730,10 +742,26 @@ class Context:
             try:
                 self._changing_now = True
                 if sync:
+                    self._forget_if_touched()
                     self._sync()
                 yield handle.pointer
+                if sync and handle.borrowed:
+                    self._left = self._now()
             finally:
                 self._changing_now = False
+
+    def _forget_if_touched(self) -> None:
+        """Forget every row of logits of a borrowed context in which the other binding may have decoded meanwhile."""
+        if self._owned is not None and self._owned.borrowed and self._left != (now := self._now()):
+            self._outputs.clear()
+            self._left = now
+
+    def _now(self) -> tuple[list[int], int]:
+        """What another's decode changes: where sequences end, or at least the first row of logits in the engine."""
+        assert self._owned is not None
+        row = C.llama_get_logits(self._owned.pointer)
+        found = 0 if row == ffi.NULL else xxh3_64_intdigest(ffi.buffer(row, 4 * self.model.n_vocab))
+        return [self._next(seq) for seq in range(self.n_seq_max)], found
 
     def _sync(self) -> None:
         """Count the cells of a borrowed context anew, in which the other binding may have decoded. Never too few."""

@@ -88,8 +88,9 @@ class LiveViewsError(SwarmKVError, BufferError):
 
     def __init__(self, what: str, n_views: int, n_leases: int = 0) -> None:
         self.n_views, self.n_leases = n_views, n_leases
-        leases = f"{n_leases} lease(s) held, " if n_leases else ""
-        super().__init__(f"{what} cannot be given back: {leases}{n_views} with live numpy views; drop them first")
+        held = f"{n_leases} lease(s) of it are held (release their snapshots)" if n_leases else ""
+        views = "numpy views of it are alive (variables, also _ in a shell): del them first" if n_views else ""
+        super().__init__(f"{what} cannot be given back: {' and '.join(filter(None, (held, views)))}")
 
 
 class IntegrityError(SwarmKVError):

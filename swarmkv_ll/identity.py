@@ -117,6 +117,11 @@ class SavedModel:
     name: str
 
 
+def _named(model: ModelFile | SavedModel) -> str:
+    name = model.path.name if isinstance(model, ModelFile) else model.name
+    return f"{name} ({model.fingerprint[:16]})"
+
+
 def _same_model(mine: ModelFile | SavedModel, theirs: ModelFile | SavedModel) -> bool:
     """Hashes only if it has to."""
     if mine is theirs:
@@ -186,8 +191,9 @@ class Compatibility:
         return self.ok
 
     def __str__(self) -> str:
-        parts = [*(f"no: {reason}" for reason in self.reasons), *(f"with {change}" for change in self.conversions)]
-        return "; ".join(parts) or "as it is"
+        if self.reasons:
+            return "no: " + "; ".join(map(str, self.reasons))
+        return "yes, " + (", ".join(f"with {change}" for change in self.conversions) or "as it is")
 
 
 @dataclass(frozen=True)
@@ -222,12 +228,13 @@ class Identity:
         """What is against taking this state for the other's, and what could be taken all the same, inexactly."""
         reasons = []
         if not _same_model(self.model, other.model):
-            reasons.append(Reason("model", self.model.fingerprint[:16], other.model.fingerprint[:16]))
+            reasons.append(Reason("model", _named(self.model), _named(other.model)))
         for name in ("type_k", "type_v"):
             if getattr(self, name) != getattr(other, name):
                 reasons.append(Reason(name, getattr(self, name), getattr(other, name)))
-        if self.rotation != other.rotation:
-            reasons.append(Reason("rotation of K, V", self.rotation, other.rotation, "LLAMA_ATTN_ROT_DISABLE"))
+        if self.rotation != other.rotation and not reasons:  # it follows from model and types, else
+            hint = "is LLAMA_ATTN_ROT_DISABLE set on one side only?"
+            reasons.append(Reason("rotation of K, V", self.rotation, other.rotation, hint))
         if self.rope != other.rope:
             reasons.append(Reason("RoPE", self.rope, other.rope))
         if self.adapters != other.adapters:

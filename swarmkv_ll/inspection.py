@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +14,8 @@ import numpy.typing as npt
 
 from . import skv
 from .blob import GGML_TYPES, StateBlob
-from .blob.layout import MAX_SEQ, _float32
-from .cache import atomic_file, write_all
+from .blob.layout import MAX_SEQ, float32
+from .cache import atomic_file, open_regular, write_all
 from .errors import HostMemoryError, InvalidArgumentError, SnapshotFileError
 from .record import SEQ_MAGIC, UNKNOWN, Bytes, Record, read_llama
 
@@ -115,10 +113,7 @@ def glance(path: str) -> Opened:
 
 
 def _format(path: str) -> Format:
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for; open() refuses folders
-        raise OSError(errno.EINVAL, "Not a regular file", path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(4)
     if head == SEQ_MAGIC.to_bytes(4, "little"):
         return "llama"
@@ -310,12 +305,12 @@ def _norms(values: npt.NDArray[Any], kind: str) -> Norms:
         if values.strides[0] < values.strides[1]:
             step = max(1, _PIECE // max(1, n_rows))
             for at in range(0, n_columns, step):
-                piece = _float32(values[:, at : at + step], number)
+                piece = float32(values[:, at : at + step], number)
                 squares += np.einsum("ij,ij->i", piece, piece, dtype=np.float64)
         else:
             step = max(1, _PIECE // max(1, n_columns))
             for at in range(0, n_rows, step):
-                piece = _float32(values[at : at + step], number)
+                piece = float32(values[at : at + step], number)
                 squares[at : at + step] = np.einsum("ij,ij->i", piece, piece, dtype=np.float64)
         found: Norms = np.sqrt(squares)
     return found

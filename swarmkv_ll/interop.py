@@ -76,6 +76,10 @@ def adopt(llm: Any, *, owner: object = None) -> Context:
     ClosedError
         The Llama is closed.
     """
+    if not isinstance(llm, Llama):
+        raise InvalidArgumentError(
+            f"expected a llama_cpp.Llama, got {type(llm).__name__}; Context.adopt takes an address"
+        )
     made = llm.context_params
     rope = Rope(
         freq_base=float(made.rope_freq_base),
@@ -142,9 +146,14 @@ class SnapshotCache(BaseLlamaCache):  # type: ignore[misc]  # the package has no
         Prompts that began with a kept state, or did not; states that the arena had no room for.
     """
 
+    def __repr__(self) -> str:
+        return f"<SnapshotCache {len(self._states)} states, {self.cache_size:,} bytes>"
+
     # No __len__: Llama asks `if self.cache`, and an empty cache would never be filled.
 
     def __init__(self, arena: Arena) -> None:
+        if not isinstance(arena, Arena):
+            raise InvalidArgumentError(f"expected Arena, got {type(arena).__name__}")
         super().__init__(arena.n_bytes)
         self.arena = arena
         self.hits = self.misses = self.dropped = 0
@@ -158,10 +167,12 @@ class SnapshotCache(BaseLlamaCache):  # type: ignore[misc]  # the package has no
         Raises
         ------
         InvalidArgumentError
-            It is attached already.
+            It is attached already, or another one is to this Llama.
         """
         if self._llm is not None:
             raise InvalidArgumentError("this cache is attached already: detach() first, or make another")
+        if isinstance(getattr(llm, "cache", None), SnapshotCache):
+            raise InvalidArgumentError("another SnapshotCache is attached to this Llama: detach() that first")
         # The Llama frees its model when its last reference goes: it must not be in a cycle with what is set on it here.
         self._ctx, self._llm = adopt(llm, owner=self), weakref.ref(llm)
         llm.save_state, llm.load_state = self._save, self._load
@@ -172,7 +183,8 @@ class SnapshotCache(BaseLlamaCache):  # type: ignore[misc]  # the package has no
         """Give the Llama its own functions back and the states' memory to the arena. Does nothing the second time."""
         llm = self._llm() if self._llm is not None else None
         if llm is not None:
-            del llm.save_state, llm.load_state
+            for name in ("save_state", "load_state"):
+                vars(llm).pop(name, None)
             llm.set_cache(None)
         if self._ctx is not None:
             self._ctx.close()

@@ -42,6 +42,9 @@ class ModelFile:
         self._lock = threading.Lock()
         self._fingerprint: str | None = None
 
+    def __repr__(self) -> str:
+        return f"<ModelFile {self.path.name}>"
+
     def _parts(self) -> tuple[Path, ...]:
         split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", self.path.name)
         if not split:

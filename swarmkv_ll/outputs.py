@@ -134,7 +134,10 @@ class Outputs:
         at = self._row_of.get(seq)
         if at is None:
             if seq not in self._restored:
-                raise NoLogitsError(f"no logits for sequence {seq}: decode a token of it or restore a snapshot first")
+                raise NoLogitsError(
+                    f"no logits for sequence {seq}: decode a token of it first (a restored state has them only if it was "
+                    "taken with them, and not cut to n_tokens)"
+                )
             return self._restored[seq]
         for rows in self._copied:
             if at < len(rows):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from . import blob
 from .blob import MAGIC, Edit, Layout, Parts, StateBlob, read_layout
-from .cache import atomic_file, write_all
+from .cache import atomic_file, open_regular, write_all
 from .errors import BlobError, IncompatibleSnapshotError, InvalidArgumentError, SnapshotFileError
 from .identity import Identity, Reason, Rope, SavedModel
 from .skv import Contents
@@ -62,8 +62,9 @@ class Record:
         """The prefix of `n_tokens` tokens. Exact; raises as `swarmkv_ll.blob.slice`."""
         n_tokens = operator.index(n_tokens)
         whole = n_tokens == sum(self.layout.sequences.values())
-        tokens = {seq: ids[:n_tokens] for seq, ids in self.tokens.items()}
         edit = blob.slice(self._blob(state), n_tokens, window=self.window)
+        kept = self.layout.positions[self.layout.positions < n_tokens]  # a sequence can have lost tokens in its middle
+        tokens = {seq: ids[: int(kept.max()) + 1] for seq, ids in self.tokens.items()}
         return Planned(edit, replace(self, tokens=tokens, logits=self.logits if whole else {}))
 
     def convert(self, state: Bytes, *, n_stream: int | None = None, v_transposed: bool | None = None) -> Planned:
@@ -300,14 +301,15 @@ def read_llama(path: str | os.PathLike[str], allocate: Callable[[int], Bytes]) -
         Another kind or version of file, or shorter than it says.
     """
     name = os.fspath(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HEAD.size)
         if len(head) < _HEAD.size:
             raise SnapshotFileError(name, len(head), "header", f"{_HEAD.size} bytes", f"{len(head)} bytes to the end")
         magic, version, n_tokens = _HEAD.unpack(head)
         if magic != SEQ_MAGIC:
-            raise SnapshotFileError(name, 0, "magic", f"{SEQ_MAGIC:#x}", f"{magic:#x}", "not a llama.cpp sequence file")
+            hint = "a .skv file, which Snapshot.load reads" if head[1:4] == b"SKV" else "not a llama.cpp sequence file"
+            raise SnapshotFileError(name, 0, "magic", f"{SEQ_MAGIC:#x}", f"{magic:#x}", hint)
         if version != SEQ_VERSION:
             raise SnapshotFileError(name, 4, "version", SEQ_VERSION, version)
         n_state = size - _HEAD.size - 4 * n_tokens

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128
 
-from .cache import Writable, atomic_file, room_for, write_all
+from .cache import Writable, atomic_file, open_regular, room_for, write_all
 from .errors import EndOfStreamError, InvalidArgumentError, SnapshotFileError
 
 Bytes = npt.NDArray[np.uint8]
@@ -189,6 +188,7 @@ def dump(contents: Contents, file: Writable) -> int:
     """
     try:
         _check_state(contents.state, "state")
+        _check_stream(file, "write")
         small, n_bytes = _prepared(contents.meta, contents.arrays, len(contents.state))
         with contents.state.data as state, room_for(n_bytes):
             _write(small, state, n_bytes, file)
@@ -337,6 +337,7 @@ def read(file: Readable | ReadableInto, allocate: Allocate) -> Contents:
     OSError
         The system's own reason.
     """
+    _check_stream(file, "readinto", "read")
     return _read(_Source(file), allocate)
 
 
@@ -433,12 +434,8 @@ class _Source:
 
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[_Source]:
-    name = os.fsdecode(path)
-    mode = os.stat(name).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for; open() refuses folders
-        raise OSError(errno.EINVAL, "Not a regular file", name)
-    with open(name, "rb", buffering=0) as file:
-        yield _Source(file, name, os.fstat(file.fileno()).st_size)
+    with open_regular(path, buffering=0) as file:
+        yield _Source(file, os.fsdecode(path), os.fstat(file.fileno()).st_size)
 
 
 def _read(source: _Source, allocate: Allocate) -> Contents:
@@ -463,6 +460,12 @@ def _read(source: _Source, allocate: Allocate) -> Contents:
     return Contents(header.meta, arrays, state)
 
 
+_LOOKS_LIKE = {
+    ord("q"): "; perhaps a sequence file of llama.cpp's, which Snapshot.import_llama reads",
+    ord("G"): "; perhaps a model, GGUF",
+}
+
+
 def _read_header(source: _Source) -> Header:
     """Read the header and meta. Nothing in them is used before it is checked."""
     hasher = xxh3_128()
@@ -470,6 +473,8 @@ def _read_header(source: _Source) -> Header:
         (found,) = source.take(1, "magic", hasher)
         if found != wanted:
             hint = "not a .skv file" if at < 4 else "not a .skv file, or one that went through a transfer as text"
+            if at == 0:
+                hint += _LOOKS_LIKE.get(found, "")
             raise source.error(at, "magic", f"{wanted:#04x}", f"{found:#04x}", hint)
     (version,) = struct.unpack("<I", source.take(4, "version", hasher))
     if version != VERSION:
@@ -585,6 +590,11 @@ def _check_state(state: Bytes, what: str) -> None:
     found = isinstance(state, np.ndarray) and state.dtype == np.uint8 and state.ndim == 1 and state.flags.c_contiguous
     if not found:
         raise InvalidArgumentError(f"{what} should be a contiguous uint8 array of one dimension")
+
+
+def _check_stream(file: object, *methods: str) -> None:
+    if not any(callable(getattr(file, method, None)) for method in methods):
+        raise InvalidArgumentError(f"expected something with {' or '.join(methods)}(), got {type(file).__name__}")
 
 
 def _round_up(value: int, step: int) -> int:

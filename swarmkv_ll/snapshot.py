@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import operator
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -71,8 +72,24 @@ class _Holders:
     """How many hold one lease: the snapshots that share it, and calls that are reading it just now."""
 
     def __init__(self) -> None:
-        self.count = 1
+        # By weak references: what a Ctrl-C keeps from saying that it is done still ends with its frame.
+        self._known: list[weakref.ref[_Hold]] = []
         self.lock = new_lock()
+
+    def add(self, hold: _Hold) -> None:
+        """Under the lock."""
+        self._known = [*self._alive(), weakref.ref(hold)]
+
+    def without(self, hold: _Hold | None) -> bool:
+        """Whether nobody but `hold` holds it."""
+        return all(known() is hold for known in self._alive())
+
+    def _alive(self) -> list[weakref.ref[_Hold]]:
+        return [known for known in self._known if known() is not None]
+
+
+class _Hold:
+    """One of them."""
 
 
 class Snapshot:
@@ -94,8 +111,9 @@ class Snapshot:
         self.lease, self._holders, self._record = lease, holders, known
         self.n_bytes = lease.n_bytes
         self.identity: Identity = known.identity
-        self._held = True
         lease._owner = "snapshot"
+        self._hold: _Hold | None = _Hold()
+        holders.add(self._hold)
 
     @property
     def whole(self) -> bool:
@@ -163,12 +181,12 @@ class Snapshot:
         """
         _expect(arena, Arena)
         with ctx._changing() as pointer:
-            seqs = range(ctx.n_seq_max) if seq is None else [operator.index(seq)]
+            seqs = range(ctx.n_seq_max) if seq is None else [int(operator.index(seq))]  # True is an index
             ends = {s: end for s in seqs if (end := ctx.position(s))}
             if not ends:
                 raise SnapshotError("the context is empty" if seq is None else f"sequence {seq} is empty")
             given = {} if tokens is None else tokens if isinstance(tokens, Mapping) else {min(ends): tokens}
-            known = {s: _tokens(ctx, ends, s, ids) for s, ids in given.items()}
+            known = {int(operator.index(s)): _tokens(ctx, ends, s, ids) for s, ids in given.items()}
             logits = {}
             for s in ends:
                 with suppress(NoLogitsError):
@@ -218,8 +236,7 @@ class Snapshot:
         """Another snapshot over the same bytes: no copy, for branches that only read. Each is released by itself."""
         with alone(self._holders.lock, "snapshot"):
             self._check_held()
-            self._holders.count += 1
-        return Snapshot(self.lease, self._holders, self._record)
+            return Snapshot(self.lease, self._holders, self._record)
 
     # ── other snapshots made of this one ─────────────────────────────────────────────────────────────
 
@@ -334,8 +351,11 @@ class Snapshot:
                 if n_tokens is not None and n_tokens != self.n_tokens:
                     conversions.append(Conversion("n_tokens", self.n_tokens, operator.index(n_tokens)))
             if not allow_inexact:
-                hint = "allow_inexact=True takes it all the same"
-                reasons += [Reason(c.field, c.before, c.after, hint) for c in conversions if not c.exact]
+                hint = "equal only up to rounding: allow_inexact=True takes it"
+                inexact = [c for c in conversions if not c.exact]
+                if any(c.field == "flash_attn" for c in inexact):  # which is why V is laid out the other way
+                    inexact = [c for c in inexact if c.field != "v_transposed"]
+                reasons += [Reason(c.field, c.before, c.after, hint) for c in inexact]
             return Compatibility(tuple(reasons), tuple(conversions))
 
     def _sequence_reasons(self, ctx: Context, seq: int, n_tokens: int | None) -> list[Reason]:
@@ -346,7 +366,9 @@ class Snapshot:
         if n_tokens is not None:
             try:
                 slice_blob(StateBlob(layout, self._bytes()), operator.index(n_tokens), window=window)
-            except (PartialRemovalError, InvalidArgumentError) as error:
+            except InvalidArgumentError:
+                return [Reason("n_tokens", f"1 to {self.n_tokens}", n_tokens)]
+            except PartialRemovalError as error:
                 return [Reason("n_tokens", self.n_tokens, n_tokens, str(error))]
             positions = positions[positions < n_tokens]
         reasons = []
@@ -354,7 +376,7 @@ class Snapshot:
             reasons.append(Reason("free KV cells", f"at least {len(positions)}", free))
         for cache in layout.caches[1:]:
             held = sum(len(stream.cells) for stream in cache if stream)
-            if held > window and n_tokens is None:
+            if held > window and n_tokens in (None, self.n_tokens):
                 reasons.append(Reason("cells of the sliding window", f"at most {window}", held))
         return reasons
 
@@ -397,7 +419,8 @@ class Snapshot:
         seq : int, optional
             By default sequence 0. Not for a whole context's.
         n_tokens : int, optional
-            Only the first so many tokens. Exact.
+            Only the first so many tokens: their cells as they are. There is no row of logits then: decode a token, for
+            example the prefix's last one (restore n − 1, decode 1), before sampling.
         allow_inexact : bool
             Also from a context with flash attention into one without or the other way round, and from another build of
             the same engine. What follows then equals what such a context would have computed up to rounding.
@@ -483,9 +506,15 @@ class Snapshot:
             skv.save(path, self._record.contents(self._bytes()))
 
     def write_to(self, file: Any) -> int:
-        """Write the same bytes to anything with `write`: a pipe, `socket.makefile("wb")`. Gives their number."""
+        """Write the same bytes to anything with `write`: a pipe, `socket.makefile("wb")`. Gives their number.
+
+        A buffered file is flushed, so that who reads at the other end has all of them.
+        """
         with self._using():
-            return skv.dump(self._record.contents(self._bytes()), file)
+            n_bytes = skv.dump(self._record.contents(self._bytes()), file)
+        if hasattr(file, "flush"):
+            file.flush()
+        return n_bytes
 
     def to_bytes(self) -> bytes:
         """The same bytes in memory: a copy."""
@@ -596,32 +625,32 @@ class Snapshot:
         """
         with alone(self._holders.lock, "snapshot"):
             self._check_held()
-            if self._holders.count == 1:
+            if self._holders.without(self._hold) and not self.lease.released:
                 self.lease._give_back()
-            self._holders.count -= 1
-            self._held = False
+            self._hold = None
 
     @property
     def released(self) -> bool:
         """Whether `release` was called."""
-        return not self._held
+        return self._hold is None
 
     def _check_held(self) -> None:
-        if not self._held:
+        if self._hold is None:
             raise ClosedError("snapshot")
 
     @contextmanager
     def _using(self) -> Iterator[None]:
         """Keep the bytes while they are read, should another thread release this snapshot meanwhile."""
-        with alone(self._holders.lock, "snapshot"):
-            self._check_held()
-            self._holders.count += 1
+        hold = _Hold()
         try:
+            with alone(self._holders.lock, "snapshot"):
+                self._check_held()
+                self._holders.add(hold)
             yield
         finally:
+            del hold
             with alone(self._holders.lock, "snapshot"):
-                self._holders.count -= 1
-                if self._holders.count == 0:
+                if self._holders.without(None) and not self.lease.released:
                     with suppress(LiveViewsError):  # then the lease goes back when the view does
                         self.lease._give_back()
 
@@ -630,7 +659,7 @@ class Snapshot:
 
     def __exit__(self, kind: object, *_: object) -> None:
         with suppress(*([LiveViewsError] if kind else [])):  # as in Arena
-            if self._held:
+            if not self.released:
                 self.release()
 
     def __repr__(self) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any, cast
 
 import numpy as np
@@ -209,6 +211,11 @@ def adopt(
     if path is None:
         raise InvalidArgumentError("model_path should name the model's file: the owner has no model_path")
     rope = Rope() if rope is None else rope
+    if not isinstance(rope, Rope) or not isinstance(adapters, Mapping):
+        got = f"{type(rope).__name__} and {type(adapters).__name__}"
+        raise InvalidArgumentError(f"rope should be a Rope and adapters a mapping of files to scales, are {got}")
+    if not all(isinstance(scale, Real) and math.isfinite(scale) for scale in adapters.values()):
+        raise InvalidArgumentError(f"an adapter's scale should be a number, got {list(adapters.values())}")
     in_force = in_order(AdapterId(fingerprint(file), float(scale)) for file, scale in adapters.items())
     weights = ffi.cast("struct llama_model *", C.llama_get_model(pointer))
     model = Model.adopt(weights, path, owner=owner)
@@ -251,7 +258,8 @@ def _address(address: object) -> int:
 
 def _settings(layout: Layout, model: Model, rope: Rope) -> Settings:
     """A borrowed context's settings, as far as a sequence's state shows them."""
-    found = [stream for cache in layout.caches for stream in cache if stream]
+    # Of two caches one has no layers where the window is on all of them.
+    found = [stream for cache in layout.caches for stream in cache if stream and stream.k]
     type_k = GGML_TYPES[found[0].k[0].type].name if found else "f16"
     type_v = GGML_TYPES[found[0].v[0].type].name if found and found[0].v else type_k
     transposed = bool(layout.v_transposed)

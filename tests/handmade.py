@@ -171,7 +171,7 @@ def make_cell(rng: np.random.Generator, pos: int, owners: Sequence[int], k: Shap
     """A cell of random bytes: any bits, infinities and NaN among them."""
     rows = [[rng.bytes(row_bytes(kind, n)) for kind, n in shape] for shape in (k, v)]
     ext = tuple(int(n) for n in rng.integers(0, 1000, 3))
-    return Cell(int(pos), list(owners), *rows, ext)  # type: ignore[arg-type]
+    return Cell(int(pos), list(owners), *rows, ext)
 
 
 def make_cache(
@@ -214,9 +214,8 @@ def every_layout() -> dict[str, State]:
     f32, mixed = (("f32", 2), ("f32", 1)), (("q8_0", 64), ("q4_0", 32), ("bf16", 5), ("iq4_nl", 32))
 
     def cache(*streams: Sequence[int | tuple[int, Sequence[int]]], **options: object) -> Cache:
-        return make_cache(rng, streams, **options)  # type: ignore[arg-type]
+        return make_cache(rng, streams, **options)
 
-    whole = {"arch": "llama"}
     return {
         "attention": State([cache(some)]),
         "transposed": State([cache(some, v_trans=True)]),
@@ -241,20 +240,20 @@ def every_layout() -> dict[str, State]:
         "hybrid": State([cache(some, v_trans=True)], make_recurrent(rng)),
         "hybrid, streams": State([cache([], [], [], some)], make_recurrent(rng)),
         "hybrid, window": State([cache(some, k=()), cache([5, 4])], make_recurrent(rng, s=(0, 0))),
-        "whole": State([cache(shared)], **whole),  # type: ignore[arg-type]
+        "whole": State([cache(shared)], arch="llama"),
         "whole unshared": State([cache([(0, [1]), (0, [0]), (1, [0])])], arch="a"),
         "whole transposed": State([cache(shared, v_trans=True)], arch="gpt-oss_20b.x"),
-        "whole empty": State([cache([])], **whole),  # type: ignore[arg-type]
-        "whole streams": State([cache(some, [], [3, 0], owner=None)], **whole),  # type: ignore[arg-type]
-        "whole extension": State([cache(shared)], extension=True, **whole),  # type: ignore[arg-type]
-        "whole without V": State([cache(shared, v=())], has_v=False, **whole),  # type: ignore[arg-type]
-        "whole window": State([cache(shared), cache(shared[2:], k=f32)], **whole),  # type: ignore[arg-type]
-        "whole recurrent": State([], make_recurrent(rng, [(4, [0, 2]), (7, [1])]), **whole),  # type: ignore[arg-type]
-        "whole hybrid": State([cache(shared)], make_recurrent(rng, [(3, [0]), (2, [1, 2])]), **whole),  # type: ignore[arg-type]
+        "whole empty": State([cache([])], arch="llama"),
+        "whole streams": State([cache(some, [], [3, 0], owner=None)], arch="llama"),
+        "whole extension": State([cache(shared)], extension=True, arch="llama"),
+        "whole without V": State([cache(shared, v=())], has_v=False, arch="llama"),
+        "whole window": State([cache(shared), cache(shared[2:], k=f32)], arch="llama"),
+        "whole recurrent": State([], make_recurrent(rng, [(4, [0, 2]), (7, [1])]), arch="llama"),
+        "whole hybrid": State([cache(shared)], make_recurrent(rng, [(3, [0]), (2, [1, 2])]), arch="llama"),
         "whole hybrid, streams": State(
             [cache(some, [], [3, 0], owner=None)],
             make_recurrent(rng, [(5, [0]), (3, [2])]),
-            **whole,  # type: ignore[arg-type]
+            arch="llama",
         ),
     }
 
@@ -287,7 +286,7 @@ def random_state(rng: np.random.Generator, *, whole: bool | None = None) -> Stat
         last[seq_id] = max(firsts[home])
     elif n_stream > 1:
         firsts = [positions() if rng.integers(4) else [] for _ in range(n_stream)]
-        last = {s: max(cells) for s, cells in enumerate(firsts) if cells}  # type: ignore[type-var]
+        last = {s: max(cells) for s, cells in enumerate(firsts) if cells}
     else:
         cells: list[int | tuple[int, Sequence[int]]] = []
         for pos in positions():

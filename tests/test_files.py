@@ -295,7 +295,7 @@ def test_an_imported_file_is_converted_like_any_other(models: Models, arena: Are
         ctx.decode(TOKENS, seq=3)
         Engine().save(ctx, path, 3, TOKENS)
     with new_context(models[ATTENTION]) as ctx, Snapshot.import_llama(path, ctx, arena) as snapshot:
-        assert str(snapshot.can_restore(ctx)) == "with n_stream 4 → 1"
+        assert str(snapshot.can_restore(ctx)) == "yes, with n_stream 4 → 1"
         snapshot.restore(ctx)
         assert identical(all_logits(ctx, BRANCH), uninterrupted(models[ATTENTION], TOKENS, BRANCH))
 

@@ -1,9 +1,13 @@
 """A state blob as data: look inside it as numpy arrays, cut it, convert it, append to it. Needs no engine.
 
-    >>> blob = parse(snapshot.array)
-    >>> blob.pos, blob.layers[0].k
-    >>> edit = slice(blob, 200)                     # nothing is copied yet
-    >>> edit.write(arena.lease(edit.n_bytes).array)
+    from swarmkv_ll import blob
+
+    state = blob.parse(snapshot.array)
+    state.pos, state.layers[0].k                    # views
+    edit = blob.slice(state, 200)                   # nothing is copied yet
+    edit.write(lease.array)                         # edit.n_bytes are needed
+
+`Snapshot.slice`, `delta`, `append`, `convert` and `extract` do the same and give snapshots, which know what they are of.
 
 `docs/blob.md` tells how each kind of memory writes its state.
 """

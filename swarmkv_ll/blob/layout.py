@@ -310,6 +310,10 @@ class Layer:
         """Values in the same way, (n_cells, n_embd_v); of a transposed V a transposed view; None without V."""
         return rows(self._data, self._v, self._n_cells) if self._v else None
 
+    def __repr__(self) -> str:
+        v = f", V {self.v_type} {self.v.shape}" if self.v is not None else ""
+        return f"<Layer K {self.k_type} {self.k.shape}{v}>"
+
     def dequantize(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
         """Keys and values as float32, shapes (n_cells, n_embd): copies.
 
@@ -318,8 +322,8 @@ class Layer:
         ImportError
             A quantized type, and the package `gguf` is not installed (extra ``swarmkv-ll[inspect]``).
         """
-        v = None if self._v is None or self.v is None else _float32(self.v, self._v.type)
-        return _float32(self.k, self._k.type), v
+        v = None if self._v is None or self.v is None else float32(self.v, self._v.type)
+        return float32(self.k, self._k.type), v
 
 
 def rows(data: Bytes, tensor: Tensor, n_cells: int) -> npt.NDArray[Any]:
@@ -330,7 +334,7 @@ def rows(data: Bytes, tensor: Tensor, n_cells: int) -> npt.NDArray[Any]:
     return values.reshape(n_embd, n_cells).T if tensor.n_embd else values.reshape(n_cells, n_embd)
 
 
-def _float32(values: npt.NDArray[Any], kind: int) -> npt.NDArray[np.float32]:
+def float32(values: npt.NDArray[Any], kind: int) -> npt.NDArray[np.float32]:
     name, _, _, dtype = GGML_TYPES[kind]
     if name == "bf16":
         return (np.ascontiguousarray(values).astype(np.uint32) << 16).view(np.float32)
@@ -362,6 +366,9 @@ class Stream:
     seq_id: Int32
     cells: Cells
     layers: list[Layer]
+
+    def __repr__(self) -> str:
+        return f"<Stream {len(self.pos):,} cells, {len(self.layers)} layers>"
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,6 +499,8 @@ def parse(buffer: Any, parts: Parts | None = None) -> StateBlob:
     InvalidArgumentError
         Not a contiguous buffer of bytes.
     """
+    if parts is not None and not isinstance(parts, Parts):
+        raise InvalidArgumentError(f"expected Parts, got {type(parts).__name__}")
     try:
         data: Bytes = np.frombuffer(buffer, np.uint8)
     except (TypeError, ValueError, BufferError) as error:

@@ -50,6 +50,9 @@ class Edit:
     _sources: tuple[Bytes, ...]
     _steps: tuple[_Step, ...]
 
+    def __repr__(self) -> str:
+        return f"<Edit to {self.n_bytes:,} bytes>"
+
     def write(self, out: npt.NDArray[np.uint8] | None = None) -> StateBlob:
         """Write it.
 
@@ -87,7 +90,10 @@ class Edit:
 
 
 def slice(blob: StateBlob, n_tokens: int, *, window: int = 0) -> Edit:
-    """The prefix of a sequence: its cells at positions below `n_tokens`. Exact: what a prefill of it would have left.
+    """The prefix of a sequence: its cells at positions below `n_tokens`, as they are.
+
+    Exact: bit for bit what the prefill had computed when it had come to that token. (A prefill of the prefix alone gives
+    the same bits if its batches end where those did; else it can round differently.)
 
     Parameters
     ----------
@@ -126,13 +132,15 @@ def delta(blob: StateBlob, begin: int) -> Edit:
     PartialRemovalError
         A recurrent state has no such cells.
     InvalidArgumentError
-        A whole context's blob, or `begin` out of range.
+        A whole context's blob, `begin` out of range, or no cell at that position.
     """
     end, begin = _one_sequence(blob.layout, "delta"), operator.index(begin)
     if not 1 <= begin < end:
         raise InvalidArgumentError(f"begin should be 1 to {end - 1}, is {begin}")
     if blob.layout.recurrent:
         raise PartialRemovalError(f"a recurrent state of {end} tokens has no cells of its own from {begin} on")
+    if begin not in blob.layout.positions:  # nothing that ends there could be its base
+        raise InvalidArgumentError(f"begin should be a position of the sequence, it has none at {begin}")
     return _edit(blob.layout, _selected(blob, lambda pos: pos >= begin, end, 0), blob)
 
 
@@ -184,7 +192,7 @@ def convert(blob: StateBlob, *, n_stream: int | None = None, v_transposed: bool 
         Quantized V cannot be transposed; sequence ids do not fit into `n_stream`.
     """
     layout = blob.layout
-    n_stream = layout.n_stream if n_stream is None or not layout.caches else n_stream
+    n_stream = layout.n_stream if n_stream is None or not layout.caches else operator.index(n_stream)
     if layout.caches and not 1 <= n_stream <= MAX_SEQ:
         raise InvalidArgumentError(f"n_stream should be 1 to {MAX_SEQ}, is {n_stream}")
     if v_transposed:
@@ -208,7 +216,7 @@ def extract(blob: StateBlob, seq_id: int, *, window: int = 0) -> Edit:
     InvalidArgumentError
         It is a sequence's blob already, or there is no such sequence.
     """
-    layout = blob.layout
+    layout, seq_id = blob.layout, operator.index(seq_id)
     if not layout.whole:
         raise InvalidArgumentError(f"this is sequence {layout.seq_id} alone")
     if seq_id not in layout.sequences:
