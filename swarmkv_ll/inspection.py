@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from . import skv
 from .blob import GGML_TYPES, StateBlob
-from .blob.layout import MAX_SEQ, float32
+from .blob.layout import MAX_SEQ
+from .blob.views import float32
 from .cache import atomic_file, open_regular, write_all
 from .errors import HostMemoryError, InvalidArgumentError, SnapshotFileError
 from .record import SEQ_MAGIC, UNKNOWN, Bytes, Record, read_llama

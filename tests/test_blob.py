@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmkv_ll import blob as public
-from swarmkv_ll.blob import GGML_TYPES, Parts, StateBlob, parse
-from swarmkv_ll.blob.layout import Layer, read_layout
+from swarmkv_ll.blob import GGML_TYPES, Layer, Parts, StateBlob, parse, read_layout
 from swarmkv_ll.errors import BlobError, InvalidArgumentError, SnapshotCorruptError
 
 EVERY = every_layout()

@@ -135,7 +135,7 @@ def test_imports_point_upward_only(name: str) -> None:
 
 def test_a_module_may_be_a_folder() -> None:
     """Its files import each other as they like; two dots are the package."""
-    assert len(SOURCES["blob"]) == 3
+    assert len(SOURCES["blob"]) > 1
     assert {dots for _, dots in SOURCES["blob"]} == {2}
     assert any(("errors", True) in imports_of(source, dots) for source, dots in SOURCES["blob"])
     assert wrong_imports("blob", "from ..errors import BlobError\nfrom .layout import parse", 2) == []

@@ -231,7 +231,7 @@ def test_a_failed_restore_or_export_does_not_hold_on_to_the_bytes(
     ctx: Context, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception refers to the frames it passed through; a view in one of them would stop the release."""
-    from swarmkv_ll.blob import layout
+    from swarmkv_ll.blob import reading
 
     with ctx.snapshot(arena) as snapshot:
         snapshot.lease.array[0] ^= 1
@@ -239,7 +239,7 @@ def test_a_failed_restore_or_export_does_not_hold_on_to_the_bytes(
             snapshot.restore(ctx)
     assert caught.value.offset == 0
     assert arena.stats().n_leases == 0
-    monkeypatch.setattr(layout, "MAGIC", 1)
+    monkeypatch.setattr(reading, "MAGIC", 1)
     with pytest.raises(SnapshotError, match=r"unknown layout.* magic"):
         ctx.snapshot(arena)
     assert arena.stats().n_leases == 0

@@ -12,8 +12,10 @@
 `docs/blob.md` tells how each kind of memory writes its state.
 """
 
-from .layout import GGML_TYPES, MAGIC, Cells, Layer, Layout, Parts, StateBlob, Stream, parse, read_layout
+from .layout import GGML_TYPES, MAGIC, Cells, Layout, Parts
+from .reading import parse, read_layout
 from .recast import Edit, append, convert, delta, extract, slice
+from .views import Layer, Recurrent, StateBlob, Stream
 
 __all__ = [
     "GGML_TYPES",
@@ -23,6 +25,7 @@ __all__ = [
     "Layer",
     "Layout",
     "Parts",
+    "Recurrent",
     "StateBlob",
     "Stream",
     "append",

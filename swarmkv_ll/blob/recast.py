@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidArgumentError, PartialRemovalError
-from .layout import GGML_TYPES, MAGIC, MAX_SEQ, Bytes, Cells, Layout, Parts, StateBlob, StreamLayout, Tensor, parse
+from .layout import GGML_TYPES, MAGIC, MAX_SEQ, Bytes, Cells, Layout, Parts, StreamLayout, Tensor
+from .reading import parse
+from .views import StateBlob
 
 _Index = npt.NDArray[np.intp]
 _Step = Callable[[Bytes, int, "_Scratch"], int]
