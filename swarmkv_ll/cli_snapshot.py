@@ -141,6 +141,8 @@ def save(
 
 def _check_target(path: str) -> None:
     """Before a long prefill: refuse what could not be written after it."""
+    if path == "-":
+        raise click.UsageError("-o -: a file is written whole and takes its name then, which standard output cannot")
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     code = None
@@ -584,6 +586,7 @@ def slice_(path: str, n_tokens: int, out_path: str) -> None:
     """
     from . import inspection
 
+    _check_target(out_path)
     opened = inspection.read(path)
     before = sum(opened.record.layout.sequences.values())
     if n_tokens > before:
@@ -614,6 +617,9 @@ def convert(path: str, out_path: str, n_stream: int | None, v_transposed: bool |
     """
     from . import inspection
 
+    _check_target(out_path)
+    if kind == "llama" and os.path.exists(out_path) and os.path.samefile(path, out_path):
+        raise click.UsageError(f"{path} would be replaced by a file that tells less and cannot come back: name another")
     if n_stream is None and v_transposed is None and kind is None:
         raise click.UsageError("nothing to convert: give --n-stream, --v-transposed, --no-v-transposed or --to")
     opened = inspection.read(path)

@@ -17,7 +17,7 @@ from .blob import Parts
 from .errors import ClosedError, InvalidArgumentError, ModelLoadError, TokenizeError
 from .ffi import C, ffi
 from .identity import Rope
-from .modelfile import ModelFile
+from .modelfile import ModelFile, difference
 
 if TYPE_CHECKING:
     from .context import Context
@@ -125,6 +125,8 @@ class Model:
         adopted.guard = runtime.LlamaGuard()
         adopted._owned = ModelHandle(pointer, owner)
         adopted._describe()
+        if found := difference(adopted.path, adopted.metadata, adopted.n_bytes):
+            raise InvalidArgumentError(f"{adopted.path} is not the file of that context's model: {found}")
         return adopted
 
     def _is_mla(self) -> bool:

@@ -9,6 +9,7 @@ import re
 import stat
 import struct
 import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from blake3 import blake3
@@ -113,6 +114,34 @@ def _check_metadata(path: Path) -> None:
 
     What is damaged in another way is left to the engine, which says so.
     """
+    seen: set[bytes] = set()
+    for key, i, text in _texts(path):
+        if key.endswith(b".rope.scaling.type") and text not in _ROPE_SCALING:
+            raise ModelLoadError(f"{path}: RoPE scaling {text!r} is none that the engine knows")
+        if key == b"tokenizer.ggml.tokens":
+            if text in seen:
+                raise ModelLoadError(f"{path}: token {i} has the text {text!r}, as an earlier one has")
+            if text:
+                seen.add(text)
+
+
+def difference(path: Path, metadata: Mapping[str, str], n_bytes: int) -> str | None:
+    """What tells a GGUF from the model with this metadata and this size of all tensors; None if nothing does.
+
+    Texts are compared and, as quantized siblings have the same, sizes. Only that: the file may be split, or have changed.
+    """
+    for key, i, text in _texts(path):
+        there = metadata.get(key.decode(errors="replace"))
+        if i == 0 and there is not None and there != text.decode(errors="replace"):
+            return f"{key.decode(errors='replace')} is {text.decode(errors='replace')!r:.60}, not {there!r:.60}"
+    size = path.stat().st_size
+    if not (n_bytes <= size <= n_bytes + (64 << 20)) and "-of-" not in path.name:
+        return f"it has {size:,} bytes, the model's tensors {n_bytes:,}"
+    return None
+
+
+def _texts(path: Path) -> Iterator[tuple[bytes, int, bytes]]:
+    """Key, index and value of each text in a GGUF's metadata, as far as it can be read."""
     with open(path, "rb") as file, contextlib.suppress(struct.error, ValueError, KeyError, OSError):
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         _, version, _, n_fields = struct.unpack_from("<IIQQ", data)
@@ -130,15 +159,9 @@ def _check_metadata(path: Path) -> None:
             if kind != _STRING:
                 at += count * _SCALAR_BYTES[kind]
                 continue
-            seen: set[bytes] = set()
             for i in range(count):
                 text, at = _string(data, at)
-                if key.endswith(b".rope.scaling.type") and text not in _ROPE_SCALING:
-                    raise ModelLoadError(f"{path}: RoPE scaling {text!r} is none that the engine knows")
-                if key == b"tokenizer.ggml.tokens" and text in seen:
-                    raise ModelLoadError(f"{path}: token {i} has the text {text!r}, as an earlier one has")
-                if text:
-                    seen.add(text)
+                yield key, i, text
 
 
 def _string(data: mmap.mmap, at: int) -> tuple[bytes, int]:

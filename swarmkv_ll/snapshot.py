@@ -185,7 +185,11 @@ class Snapshot:
             ends = {s: end for s in seqs if (end := ctx.position(s))}
             if not ends:
                 raise SnapshotError("the context is empty" if seq is None else f"sequence {seq} is empty")
-            given = {} if tokens is None else tokens if isinstance(tokens, Mapping) else {min(ends): tokens}
+            if tokens is not None and not isinstance(tokens, Mapping):
+                if seq is None:
+                    raise InvalidArgumentError("tokens of a whole context should be a mapping of sequences to tokens")
+                tokens = {seq: tokens}
+            given = tokens or {}
             known = {int(operator.index(s)): _tokens(ctx, ends, s, ids) for s, ids in given.items()}
             logits = {}
             for s in ends:

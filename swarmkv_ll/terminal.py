@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from contextlib import contextmanager
 from importlib import resources
@@ -73,6 +75,8 @@ def show(renderable: Any) -> None:
 
 def read_text(path: str) -> str:
     """A text file, or with - standard input."""
+    if path != "-" and stat.S_ISCHR(os.stat(path).st_mode) and not os.path.samefile(path, os.devnull):
+        raise click.UsageError(f"{path} is a device, which may have no end; - is standard input")
     try:
         return sys.stdin.buffer.read().decode() if path == "-" else Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

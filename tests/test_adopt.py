@@ -131,6 +131,9 @@ def test_pointers_of_every_binding(models: Models) -> None:
                 Context.adopt(wrong, owner=None, model_path=model.path)
         with pytest.raises(InvalidArgumentError, match="model_path"):
             Context.adopt(value, owner=None)
+        for other in ("gemma2", "mamba"):
+            with pytest.raises(InvalidArgumentError, match="not the file of that context's model"):
+                Context.adopt(value, owner=None, model_path=models[other].path)
         ctx.close()
         with pytest.raises(ClosedError):
             ctx.position()

@@ -1129,3 +1129,16 @@ def test_cells_that_were_used_before_stand_out_of_order(models: Models, flash: b
         expected = all_logits(ctx, BRANCH)
     assert close(go_on(models[ATTENTION], after, flash_attn=flash), expected)
     assert close(go_on(models[ATTENTION], joint, flash_attn=flash), expected)
+
+
+@pytest.mark.parametrize("n_embd", [1, 2, 3, 64])
+@pytest.mark.parametrize("el_size", [2, 4])
+def test_many_runs_of_columns_whatever_order_numpy_takes_them_in(n_embd: int, el_size: int) -> None:
+    """Found by the fuzzer: with 2 rows, an index in brackets gives memory in another order."""
+    from swarmkv_ll.blob.recast import _gather_columns
+
+    source = np.random.default_rng(0).integers(0, 255, (n_embd, 300 * el_size), dtype=np.uint8)
+    index = np.arange(0, 300, 2)
+    out = np.empty((n_embd, len(index) * el_size), np.uint8)
+    _gather_columns(out, source, index, el_size)
+    assert np.array_equal(out, source.reshape(n_embd, 300, el_size)[:, index].reshape(n_embd, -1))

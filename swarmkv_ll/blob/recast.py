@@ -523,7 +523,8 @@ def _gather_columns(
 ) -> None:  # fmt: skip
     runs = _runs(index)
     if len(runs) > _MANY_RUNS:
-        out[...] = columns.view(f"u{el_size}")[:, index].view(np.uint8)
+        # np.take: an index in brackets can give memory in another order, which has no view as bytes.
+        out[...] = np.take(columns.view(f"u{el_size}"), index, axis=1).view(np.uint8)
         return
     at = 0
     for a, b in runs:
