@@ -618,12 +618,13 @@ def convert(path: str, out_path: str, n_stream: int | None, v_transposed: bool |
     from . import inspection
 
     _check_target(out_path)
-    if kind == "llama" and os.path.exists(out_path) and os.path.samefile(path, out_path):
-        raise click.UsageError(f"{path} would be replaced by a file that tells less and cannot come back: name another")
     if n_stream is None and v_transposed is None and kind is None:
         raise click.UsageError("nothing to convert: give --n-stream, --v-transposed, --no-v-transposed or --to")
     opened = inspection.read(path)
     record, state = opened.record, opened.state
+    same = os.path.exists(out_path) and os.path.samefile(path, out_path)
+    if same and opened.format == "skv" and kind == "llama":
+        raise click.UsageError(f"{path} would be replaced by a file that tells less and cannot come back: name another")
     if opened.format == "llama" and kind == "skv":
         raise click.UsageError(
             f"{path} does not tell what it was computed with, as a .skv file has to; "

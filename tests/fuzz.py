@@ -60,7 +60,7 @@ BATCH = 64
 """Cases between two resets of a context, and between two full checks of it."""
 
 MEASURED = 16
-"""One case of so many is read under `tracemalloc`."""
+"""One batch of so many runs under `tracemalloc`, which itself keeps some memory each time it is stopped."""
 
 SPARE = 96 << 20
 """Bytes of address space that a worker may take beyond what it had when it began (`RLIMIT_AS`)."""
@@ -418,6 +418,8 @@ class Fuzzer:
         if bench.wild is not bench.place:
             bench.wild.ctx.clear()
         self.unchecked = []
+        if first // BATCH % MEASURED == 0:
+            tracemalloc.start(1)
         for case in range(first, stop):
             begin(case)
             self.unchecked.append(case)
@@ -435,6 +437,7 @@ class Fuzzer:
                 self.unchecked = []
                 gc.collect()
                 self.n_leases = len(self.arena._leases)
+        tracemalloc.stop()
 
     def report(self, case: int, error: Exception) -> dict[str, Any]:
         of_many = any(words in str(error) for words in ("than before", "what it held"))
@@ -456,7 +459,7 @@ class Fuzzer:
 
     def run(self, case: int) -> None:
         rng = self.rng = Random(f"{self.seed}:{case}")
-        self.notes, self.measure = [], case % MEASURED == 0
+        self.notes = []
         bench = self.bench
         item = rng.choice(rng.choices((bench.items, self.kin[bench.target.model], self.items), (65, 20, 15))[0])
         other = rng.choice(bench.items) if rng.random() < 0.5 else rng.choice(self.items)
@@ -620,17 +623,13 @@ class Fuzzer:
     @contextlib.contextmanager
     def bounded(self, n_bytes: int) -> Iterator[None]:
         """Reading takes little more memory than what is read has."""
-        if not self.measure:
+        if not tracemalloc.is_tracing():
             yield
             return
-        tracemalloc.start(1)
-        try:
-            before = tracemalloc.get_traced_memory()[0]
-            tracemalloc.reset_peak()
-            yield
-            peak = tracemalloc.get_traced_memory()[1] - before
-        finally:
-            tracemalloc.stop()
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        yield
+        peak = tracemalloc.get_traced_memory()[1] - before
         allowed = ALLOWED[0] + ALLOWED[1] * n_bytes
         self.peak = max(self.peak[0], peak), max(self.peak[1], peak / allowed)
         if peak > allowed:

@@ -793,9 +793,7 @@ def test_files_of_llama_s_are_edited_too(call: Call, arena: Arena, tmp_path: Pat
     assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "wanted.bin").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "args", [["slice", "f", 40], ["convert", "f", "--n-stream", 2], ["convert", "f", "--to", "llama"]]
-)
+@pytest.mark.parametrize("args", [["slice", "f", 40], ["convert", "f", "--n-stream", 2]])
 def test_out_may_be_the_file_itself(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: list[Any]
 ) -> None:
@@ -807,6 +805,12 @@ def test_out_may_be_the_file_itself(
     assert (tmp_path / "f").read_bytes() == (tmp_path / "elsewhere").read_bytes()
     assert (tmp_path / "f").stat().st_mode & 0o777 == 0o600
     assert sorted(os.listdir(tmp_path)) == ["elsewhere", "f"]
+
+
+def test_a_file_is_not_replaced_by_one_that_cannot_come_back(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(before := (call.folder / "llama.skv").read_bytes())
+    assert "cannot come back" in call.refused("convert", tmp_path / "f", "--to", "llama", "-o", tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == before
 
 
 def test_what_was_there_stays_after_an_error(call: Call, tmp_path: Path) -> None:
