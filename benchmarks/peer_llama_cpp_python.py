@@ -21,10 +21,10 @@ from swarmkv_ll.limits import default_n_threads
 ROUNDS = 11
 
 
-def main(path: str, n_tokens: int) -> None:
+def main(path: str, n_tokens: int, n_batch: int) -> None:
     from llama_cpp import Llama
 
-    llm = Llama(path, n_ctx=4608, flash_attn=True, n_threads=default_n_threads(), verbose=False)
+    llm = Llama(path, n_ctx=4608, n_batch=n_batch, flash_attn=True, n_threads=default_n_threads(), verbose=False)
     text = (resources.files("swarmkv_ll") / "data" / "sample_spec.md").read_bytes()
     llm.eval(np.resize(llm.tokenize(text), n_tokens).tolist())
     times: dict[str, list[float]] = {name: [] for name in ("save_state", "load_state", "snapshot", "restore")}
@@ -47,4 +47,4 @@ def main(path: str, n_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
