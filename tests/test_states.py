@@ -112,6 +112,32 @@ def test_v_is_transposed_on_request_only(models: Models, arena: Arena, kind: str
         assert close(all_logits(ctx, BRANCH), truth)
 
 
+@pytest.mark.parametrize("flash_attn", [True, False])
+@pytest.mark.parametrize("name", ["mrope", "mla", "uneven", "shortconv", "hybrid-swa"])
+def test_the_other_memories(models: Models, arena: Arena, name: str, flash_attn: bool) -> None:
+    """M-RoPE's cell extensions, a cache without V, layers of different sizes, hybrids without and with a window."""
+    model, truth = models[name], uninterrupted(models[name], TOKENS, BRANCH, flash_attn=flash_attn)
+    with taken(model, arena, flash_attn=flash_attn) as snapshot:
+        loaded = Snapshot.from_bytes(snapshot.to_bytes(), arena)
+        with loaded, new_context(model, **STREAMS, flash_attn=flash_attn) as ctx:
+            assert loaded.restore(ctx, 2) == 96
+            assert identical(all_logits(ctx, BRANCH, 2), truth)
+        if model.capabilities.attention_only:
+            prefix = uninterrupted(model, TOKENS[:64], BRANCH, flash_attn=flash_attn)
+            with snapshot.slice(64) as some, snapshot.delta(64) as rest, some.append(rest) as whole:
+                assert whole.array.tobytes() == snapshot.array.tobytes()
+                with new_context(model, flash_attn=flash_attn) as ctx:
+                    some.restore(ctx)
+                    assert identical(all_logits(ctx, BRANCH), prefix)
+        else:
+            with pytest.raises(PartialRemovalError):
+                snapshot.slice(64)
+        with new_context(model, flash_attn=not flash_attn) as ctx:
+            assert not snapshot.can_restore(ctx)
+            snapshot.restore(ctx, allow_inexact=True)
+            assert close(all_logits(ctx, BRANCH), uninterrupted(model, TOKENS, BRANCH, flash_attn=not flash_attn))
+
+
 def test_all_conversions_at_once(models: Models, arena: Arena) -> None:
     model = models[ATTENTION]
     with taken(model, arena) as snapshot, new_context(model, **STREAMS, flash_attn=False) as ctx:
