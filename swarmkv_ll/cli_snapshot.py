@@ -218,7 +218,7 @@ def _title(record: Record, path: str, drawn: list[int]) -> str:
     elif n > 1:
         what = f"{n} sequences"
     else:
-        what = f"{sum(record.layout.sequences.values()) - record.begin:,} tokens"
+        what = f"{record.layout.n_tokens - record.begin:,} tokens"
     return "\n".join([short[0], ", ".join([*short[1:], what])])
 
 
@@ -588,7 +588,7 @@ def slice_(path: str, n_tokens: int, out_path: str) -> None:
 
     _check_target(out_path)
     opened = inspection.read(path)
-    before = sum(opened.record.layout.sequences.values())
+    before = opened.record.layout.n_tokens
     if n_tokens > before:
         raise click.UsageError(f"N should be 1 to {before}, the tokens in {path}; is {n_tokens}")
     record, state = opened.record.slice(opened.state, n_tokens).write()
@@ -638,9 +638,8 @@ def convert(path: str, out_path: str, n_stream: int | None, v_transposed: bool |
     with_v = layout.parts.has_v and layout.v_transposed is not None
     laid_out = f", V {'transposed' if layout.v_transposed else 'by rows'}" if with_v else ""
     streams = f", {layout.n_stream} stream{'s' * (layout.n_stream > 1)}" if layout.n_stream else ""
-    n = sum(layout.sequences.values())
     click.echo(
-        f"{_clean(out_path)}: {_FORMATS[kind]}, {n:,} tokens{streams}{laid_out}, {_size(os.path.getsize(out_path))}"
+        f"{_clean(out_path)}: {_FORMATS[kind]}, {layout.n_tokens:,} tokens{streams}{laid_out}, {_size(os.path.getsize(out_path))}"
     )
 
 

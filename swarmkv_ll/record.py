@@ -61,7 +61,7 @@ class Record:
     def slice(self, state: Bytes, n_tokens: int) -> Planned:
         """The prefix of `n_tokens` tokens. Exact; raises as `swarmkv_ll.blob.slice`."""
         n_tokens = operator.index(n_tokens)
-        whole = n_tokens == sum(self.layout.sequences.values())
+        whole = n_tokens == self.layout.n_tokens
         edit = blob.slice(self._blob(state), n_tokens, window=self.window)
         kept = self.layout.positions[self.layout.positions < n_tokens]  # a sequence can have lost tokens in its middle
         tokens = {seq: ids[: int(kept.max()) + 1] for seq, ids in self.tokens.items()}
@@ -88,7 +88,7 @@ class Record:
         PartialRemovalError
             As `swarmkv_ll.blob.append`.
         """
-        n_tokens = sum(self.layout.sequences.values())
+        n_tokens = self.layout.n_tokens
         if tail.begin == 0 or tail.begin != n_tokens or self.layout.whole:
             raise InvalidArgumentError(f"a delta from {n_tokens} on is needed, this one begins at {tail.begin}")
         mine, theirs = (next(iter(record.tokens.values()), None) for record in (self, tail))

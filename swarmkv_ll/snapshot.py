@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -128,7 +127,7 @@ class Snapshot:
     @property
     def n_tokens(self) -> int:
         """Position at which a branch goes on; of a whole context the sum over its sequences."""
-        return sum(self._record.layout.sequences.values())
+        return self._record.layout.n_tokens
 
     @property
     def begin(self) -> int:
@@ -467,7 +466,7 @@ class Snapshot:
             with self._fitted(found.conversions, ctx.model.capabilities.sliding_window) as (data, layout):
                 runs, moved = (1, False) if target is None else state.make_room(ctx, pointer, target, layout)
                 state.read(ctx, pointer, target, data, layout, rows)
-            return Restored.at(sum(layout.sequences.values()), found.conversions, runs, moved)
+            return Restored.at(layout.n_tokens, found.conversions, runs, moved)
 
     @contextmanager
     def _fitted(self, conversions: tuple[Conversion, ...], window: int) -> Iterator[tuple[Any, Any]]:
@@ -754,11 +753,9 @@ def _layout_reasons(layout: Layout, ctx: Context) -> list[Reason]:
     for _, found, name in layout.bookkeeping if layout.recurrent else ():
         if name == "recurrent n_layer" and (n := int.from_bytes(found, "little")) != ctx.model.n_layer:
             reasons.append(Reason("layers of the model", n, ctx.model.n_layer))
-    ends = [replace(layout, caches=(cache,), recurrent=None).sequences for cache in layout.caches]
-    ends += [replace(layout, caches=()).sequences] if layout.recurrent else []
-    differ = next((end for end in ends if end != ends[0]), None)
+    differ = next((ends for ends in layout.ends if ends != layout.ends[0]), None)
     if differ is not None:
-        reasons.append(Reason("end of each sequence in one memory", ends[0], f"{differ} in another"))
+        reasons.append(Reason("end of each sequence in one memory", layout.ends[0], f"{differ} in another"))
     return reasons
 
 

@@ -208,10 +208,15 @@ class Layout:
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
     @cached_property
-    def sequences(self) -> dict[int, int]:
-        """Each sequence inside, and its next position."""
+    def ends(self) -> list[dict[int, int]]:
+        """Of each memory, the attention caches and then the recurrent one: its sequences, and their next positions."""
+        memories = [[stream.cells for stream in cache if stream] for cache in self.caches]
+        memories += [[self.recurrent.cells]] if self.recurrent else []
+        return [self._ends_of([cells for cells in memory if len(cells)]) for memory in memories]
+
+    def _ends_of(self, memory: list[Cells]) -> dict[int, int]:
         ends: dict[int, int] = {}
-        for cells in self._all_cells():
+        for cells in memory:
             if self.seq_id is not None:
                 ends[self.seq_id] = max(ends.get(self.seq_id, 0), int(cells.pos.max()) + 1)
                 continue
@@ -220,9 +225,16 @@ class Layout:
                 ends[seq_id] = max(ends.get(seq_id, 0), int(pos[cells.owners == seq_id].max()) + 1)
         return dict(sorted(ends.items()))
 
-    def _all_cells(self) -> list[Cells]:
-        found = [stream.cells for cache in self.caches for stream in cache if stream]
-        return found + ([self.recurrent.cells] if self.recurrent and len(self.recurrent.cells) else [])
+    @cached_property
+    def sequences(self) -> dict[int, int]:
+        """Each sequence inside, and its next position."""
+        seq_ids = sorted({seq_id for ends in self.ends for seq_id in ends})
+        return {seq_id: max(ends.get(seq_id, 0) for ends in self.ends) for seq_id in seq_ids}
+
+    @property
+    def n_tokens(self) -> int:
+        """Next position; of a whole context's the sum over its sequences."""
+        return sum(self.sequences.values())
 
     @cached_property
     def shape(self) -> tuple[Any, ...]:

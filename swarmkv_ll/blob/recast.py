@@ -198,11 +198,11 @@ def convert(blob: StateBlob, *, n_stream: int | None = None, v_transposed: bool 
     if layout.caches and not 1 <= n_stream <= MAX_SEQ:
         raise InvalidArgumentError(f"n_stream should be 1 to {MAX_SEQ}, is {n_stream}")
     if v_transposed:
-        quantized = {GGML_TYPES[t.type].name for cache in layout.caches for s in cache if s for t in s.v} - {
-            kind.name for kind in GGML_TYPES.values() if kind.block == 1
+        types = {
+            GGML_TYPES[tensor.type] for cache in layout.caches for stream in cache if stream for tensor in stream.v
         }
-        if quantized:
-            raise InvalidArgumentError(f"V of type {', '.join(sorted(quantized))} cannot be transposed")
+        if quantized := sorted(kind.name for kind in types if kind.block > 1):
+            raise InvalidArgumentError(f"V of type {', '.join(quantized)} cannot be transposed")
     outside = [seq_id for seq_id in layout.sequences if layout.whole and 1 < n_stream <= seq_id]
     if outside:
         raise InvalidArgumentError(f"sequence {outside[0]} has no stream among {n_stream}")
@@ -245,8 +245,7 @@ def _one_sequence(layout: Layout, what: str) -> int:
         raise InvalidArgumentError(f"cannot {what} a whole context: extract a sequence first")
     if not len(layout.positions):
         raise InvalidArgumentError(f"cannot {what} an empty sequence")
-    (end,) = layout.sequences.values()
-    return end
+    return layout.n_tokens
 
 
 def _checked_window(window: int) -> int:
