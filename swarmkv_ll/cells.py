@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .blob import Cells
+from .blob import StreamLayout
 
 _Array = npt.NDArray[np.int32]
 
@@ -151,12 +151,13 @@ class CellLedger:
         owners[taken[:, 1]] += 1
         self._commit(target, _Pool(owners, pool.head), {target: taken})
 
-    def load(self, pools: Sequence[Cells | None]) -> None:
-        """Each pool holds a whole context's cells, from its first cell on, and nothing else."""
+    def load(self, streams: Sequence[StreamLayout | None]) -> None:
+        """The pools hold a whole context's streams, each from its first cell on, and nothing else."""
         loaded, held = [], [np.empty((0, 2), np.int32)] * len(self._state[1])
-        for cells in pools:
+        for stream in streams:
             owners = np.zeros_like(self._empty.owners)
-            if cells is not None:
+            if stream is not None:
+                cells = stream.cells
                 owners[: len(cells)] = cells.n_owners
                 for seq in np.unique(cells.owners).tolist():
                     index = cells.held_by(seq).astype(np.int32)

@@ -681,7 +681,7 @@ class Context:
     def _replaced_all(self, layout: Layout, rows: Mapping[int, Logits]) -> None:
         """A restore has put a whole context's cells in the place of everything."""
         if self._cells:
-            self._cells.load([stream.cells if stream else None for stream in layout.caches[0]])
+            self._cells.load(layout.caches[0])
         self._outputs.clear()
         for seq, row in rows.items():
             self._outputs.restore(seq, row)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
 from typing import Any, cast
@@ -24,6 +25,7 @@ from .identity import AdapterId, Identity, Rope, in_order
 from .limits import head_dim
 from .model import Model
 from .outputs import ContextHandle, Logits
+from .record import Bytes
 
 
 def identity(ctx: Context) -> Identity:
@@ -56,20 +58,25 @@ def write(ctx: Context, pointer: Any, seq: int | None, data: Any, n_bytes: int) 
     if written != n_bytes:
         reason = runtime.last_reason(log, "no reason given")
         raise SnapshotError(f"the engine wrote {written:,} of {n_bytes:,} bytes: {reason}")
-    view = np.frombuffer(ffi.buffer(data, n_bytes), np.uint8)
-    try:
-        layout = read_layout(view, parts(ctx))
-    except BlobError as error:
-        # A model can have a window by its metadata and no windowed layers, hence one cache: exaone4 of few layers.
-        one = replace(parts(ctx), n_attention=1)
-        try:
-            layout = read_layout(view, one if parts(ctx).n_attention == 2 else parts(ctx))
-        except BlobError:
-            raise SnapshotError(f"the state of this architecture has an unknown layout: {error}") from error
-        ctx.model._parts = one
+    layout = _looked_at(ctx, np.frombuffer(ffi.buffer(data, n_bytes), np.uint8))
     if layout.sequences:
         ctx.model._shapes.setdefault(_kind(ctx), layout.shape)
     return layout
+
+
+def _looked_at(ctx: Context, data: Bytes) -> Layout:
+    """The layout of what the engine wrote, and with it what this model's states are made of."""
+    expected = parts(ctx)
+    try:
+        return read_layout(data, expected)
+    except BlobError as error:
+        if expected.n_attention == 2:
+            # A model can have a window by its metadata and no windowed layers, hence one cache: exaone4 of few layers.
+            with suppress(BlobError):
+                layout = read_layout(data, replace(expected, n_attention=1))
+                ctx.model._parts = layout.parts
+                return layout
+        raise SnapshotError(f"the state of this architecture has an unknown layout: {error}") from error
 
 
 def parts(ctx: Context) -> Parts:
@@ -86,15 +93,7 @@ def read(ctx: Context, pointer: Any, seq: int | None, data: Any, layout: Layout,
         It refused all the same: what was to be replaced is empty.
     """
     try:
-        with runtime.engine_log() as log:
-            if seq is None:
-                n_read = C.llama_state_set_data(pointer, data, layout.n_bytes)
-            else:
-                n_read = C.llama_state_seq_set_data(pointer, data, layout.n_bytes, seq)
-        C.llama_synchronize(pointer)
-        if n_read != layout.n_bytes:
-            reason = runtime.last_reason(log, "no reason given")
-            raise SnapshotError(f"the engine read {n_read:,} of {layout.n_bytes:,} bytes: {reason}")
+        _set(pointer, seq, data, layout.n_bytes)
         if seq is None:
             ctx._replaced_all(layout, rows)
         else:
@@ -105,6 +104,18 @@ def read(ctx: Context, pointer: Any, seq: int | None, data: Any, layout: Layout,
         else:
             ctx._replaced(seq, None, None)
         raise
+
+
+def _set(pointer: Any, seq: int | None, data: Any, n_bytes: int) -> None:
+    with runtime.engine_log() as log:
+        if seq is None:
+            n_read = C.llama_state_set_data(pointer, data, n_bytes)
+        else:
+            n_read = C.llama_state_seq_set_data(pointer, data, n_bytes, seq)
+    C.llama_synchronize(pointer)
+    if n_read != n_bytes:
+        reason = runtime.last_reason(log, "no reason given")
+        raise SnapshotError(f"the engine read {n_read:,} of {n_bytes:,} bytes: {reason}")
 
 
 _PIECE_BYTES = 1200
@@ -147,14 +158,14 @@ def make_room(ctx: Context, pointer: Any, seq: int, layout: Layout) -> tuple[int
     whole = write(ctx, pointer, None, ffi.from_buffer("uint8_t[]", data), len(data))
 
     def put_back() -> None:
-        n_read = C.llama_state_set_data(pointer, ffi.from_buffer("uint8_t[]", data), len(data))
-        C.llama_synchronize(pointer)
-        if n_read != len(data):
-            ctx._clear_now()
-            raise SnapshotError(f"the engine read {n_read:,} of {len(data):,} bytes that it had written itself")
-        cells.load([held.cells if held else None for held in whole.caches[0]])
+        _set(pointer, None, ffi.from_buffer("uint8_t[]", data), len(data))
+        cells.load(whole.caches[0])
 
-    ctx._twice_if_interrupted(put_back)
+    try:
+        ctx._twice_if_interrupted(put_back)
+    except SnapshotError:  # of what it had written itself
+        ctx._clear_now()
+        raise
     return cells.runs_of(n, seq), True
 
 

@@ -12,7 +12,7 @@
 `docs/blob.md` tells how each kind of memory writes its state.
 """
 
-from .layout import GGML_TYPES, MAGIC, Cells, Layout, Parts
+from .layout import GGML_TYPES, MAGIC, Cells, Layout, Parts, StreamLayout
 from .reading import parse, read_layout
 from .recast import Edit, append, convert, delta, extract, slice
 from .views import Layer, Recurrent, StateBlob, Stream
@@ -28,6 +28,7 @@ __all__ = [
     "Recurrent",
     "StateBlob",
     "Stream",
+    "StreamLayout",
     "append",
     "convert",
     "delta",
