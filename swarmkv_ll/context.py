@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
 
 from . import runtime
 from .adapter import Adapter
@@ -38,6 +37,7 @@ from .sampling import Sampler
 
 if TYPE_CHECKING:
     from .blob import Layout
+    from .borrowed import Watch
     from .snapshot import Snapshot
 
 _MAX_POSITION = 2**31 - 2
@@ -229,7 +229,7 @@ class Context:
         self._n_piece = self.n_ubatch if kinds.sliding_window else self.n_batch
         self._batch = Batch(self._n_piece)
         self._outputs = Outputs(owned, model.n_vocab, self.n_seq_max)
-        self._left: Any = None  # how the last call left a borrowed context
+        self._watch: Watch | None = None  # of a borrowed context
 
     @classmethod
     def adopt(
@@ -273,7 +273,7 @@ class Context:
         The types of K and V and the V layout are read from the state of a sequence. If there is none, one token is
         decoded into sequence 0 and removed again.
         """
-        from .state import adopt  # points downward: a state is read to learn what the context is
+        from .borrowed import adopt  # points downward: a state is read to learn what the context is
 
         return adopt(
             cls,
@@ -451,10 +451,7 @@ class Context:
         NoLogitsError
             The last decode gave none.
         """
-        with self._lock:
-            self._ptr  # noqa: B018 - raises after close
-            if not self._changing_now:
-                self._forget_if_touched()
+        with self._looking():
             if seq is not None:
                 return self._outputs.row(self._check_seq(seq))
             return self._outputs.everything()
@@ -493,9 +490,7 @@ class Context:
 
     def cells_free(self, seq: int = 0) -> int:
         """KV cells that sequence `seq` can still take; with a unified cache, that all can take together."""
-        with self._lock:
-            self._ptr  # noqa: B018 - raises after close
-            self._sync()
+        with self._looking():
             return self._cells.free(self._check_seq(seq)) if self._cells else self.n_ctx_seq
 
     def copy_sequence(self, source: int, target: int, n_tokens: int | None = None) -> None:
@@ -726,6 +721,15 @@ class Context:
         return self._owned.pointer
 
     @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Hold the lock for a call that asks for more than the engine itself knows of a borrowed context."""
+        with self._lock:
+            self._ptr  # noqa: B018 - raises after close
+            if self._watch and not self._changing_now:
+                self._watch.catch_up(self)
+            yield
+
+    @contextmanager
     def _changing(self, *, sync: bool = True) -> Iterator[Any]:
         """Hold the lock for a call that changes the context, and refuse one from a signal handler inside another.
 
@@ -741,42 +745,14 @@ class Context:
             runtime.check_process()
             try:
                 self._changing_now = True
-                if sync:
-                    self._forget_if_touched()
-                    self._sync()
+                watch = self._watch if sync else None
+                if watch:
+                    watch.catch_up(self)
                 yield handle.pointer
-                if sync and handle.borrowed:
-                    self._left = self._now()
+                if watch:
+                    watch.leave(self)
             finally:
                 self._changing_now = False
-
-    def _forget_if_touched(self) -> None:
-        """Forget every row of logits of a borrowed context in which the other binding may have decoded meanwhile."""
-        if self._owned is not None and self._owned.borrowed and self._left != (now := self._now()):
-            self._outputs.clear()
-            self._left = now
-
-    def _now(self) -> tuple[list[int], int]:
-        """What another's decode changes: where sequences end, or at least the first row of logits in the engine."""
-        assert self._owned is not None
-        row = C.llama_get_logits(self._owned.pointer)
-        found = 0 if row == ffi.NULL else xxh3_64_intdigest(ffi.buffer(row, 4 * self.model.n_vocab))
-        return [self._next(seq) for seq in range(self.n_seq_max)], found
-
-    def _sync(self) -> None:
-        """Count the cells of a borrowed context anew, in which the other binding may have decoded. Never too few."""
-        if self._cells is None or self._owned is None or not self._owned.borrowed:
-            return
-        self._cells.clear()
-        for seq in range(self.n_seq_max):
-            end = self._next(seq)
-            # Where a window or a recurrent state is part of it, the engine tells the first position that all parts hold.
-            plain = self.model.capabilities.attention_only
-            begin = max(0, int(C.llama_memory_seq_pos_min(self._memory, seq))) if plain else 0
-            self._cells.exact = False
-            n = min(end - begin, self._cells.free(seq))  # shared cells are counted once a sequence
-            if n > 0:
-                self._cells.add([(seq, np.arange(end - n, end, dtype=np.int32))])
 
     def close(self) -> None:
         """Free the KV memory, once no view of its logits is left. Does nothing the second time."""

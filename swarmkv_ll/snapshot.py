@@ -325,9 +325,7 @@ class Snapshot:
         to learn what the engine demands.
         """
         _expect(ctx, Context)
-        with ctx._lock, self._using():
-            ctx._ptr  # noqa: B018 - raises after close
-            ctx._sync()
+        with ctx._looking(), self._using():
             layout = self._record.layout
             reasons, conversions = self.identity.compare(state.identity(ctx))
             if not layout.caches:  # a recurrent state knows nothing of attention

@@ -1,30 +1,22 @@
-"""A context's state on its way out of the engine and into it, what it has to be like, and contexts of other bindings."""
+"""A context's state on its way out of the engine and into it, and what it has to be like."""
 
 from __future__ import annotations
 
-import ctypes
-import math
-import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from numbers import Real
 from typing import Any, cast
 
 import numpy as np
 
 from . import runtime
-from .adapter import fingerprint
 from .arena import available_memory
-from .blob import GGML_TYPES, Layout, Parts, read_layout
-from .context import Context, Settings
-from .errors import BlobError, EngineConflictError, InvalidArgumentError, SnapshotError
-from .ffi import C, ffi, foreign_engines
-from .identity import AdapterId, Identity, Rope, in_order
-from .limits import head_dim
-from .model import Model
-from .outputs import ContextHandle, Logits
+from .blob import Layout, Parts, read_layout
+from .context import Context
+from .errors import BlobError, SnapshotError
+from .ffi import C, ffi
+from .identity import Identity
+from .outputs import Logits
 from .record import Bytes
 
 
@@ -186,7 +178,7 @@ def shape(ctx: Context) -> tuple[Any, ...]:
             n_ubatch=1,
         ) as probe:
             probe.decode([0])
-            known = _look(probe, 0).shape
+            known = look(probe, 0).shape
     return cast("tuple[Any, ...]", known)
 
 
@@ -194,92 +186,8 @@ def _kind(ctx: Context) -> tuple[str, str]:
     return ctx.type_k, ctx.type_v
 
 
-def _look(ctx: Context, seq: int) -> Layout:
+def look(ctx: Context, seq: int) -> Layout:
     """The layout of a sequence's state, through memory that is let go again."""
     with ctx._lock:
         data = np.empty(ctx.state_size(seq), np.uint8)
         return write(ctx, ctx._ptr, seq, ffi.from_buffer("uint8_t[]", data), len(data))
-
-
-# ── contexts of other bindings ───────────────────────────────────────────────────────────────────────
-
-
-def adopt(
-    cls: type[Context],
-    address: object,
-    *,
-    owner: object,
-    model_path: str | os.PathLike[str] | None,
-    rope: Rope | None,
-    adapters: Mapping[str | os.PathLike[str], float],
-    swa_full: bool,
-) -> Context:
-    """`Context.adopt`."""
-    if foreign := foreign_engines():
-        raise EngineConflictError(foreign)
-    pointer = ffi.cast("struct llama_context *", _address(address))
-    path = model_path if model_path is not None else getattr(owner, "model_path", None)
-    if path is None:
-        raise InvalidArgumentError("model_path should name the model's file: the owner has no model_path")
-    rope = Rope() if rope is None else rope
-    if not isinstance(rope, Rope) or not isinstance(adapters, Mapping):
-        got = f"{type(rope).__name__} and {type(adapters).__name__}"
-        raise InvalidArgumentError(f"rope should be a Rope and adapters a mapping of files to scales, are {got}")
-    if not all(isinstance(scale, Real) and math.isfinite(scale) for scale in adapters.values()):
-        raise InvalidArgumentError(f"an adapter's scale should be a number, got {list(adapters.values())}")
-    in_force = in_order(AdapterId(fingerprint(file), float(scale)) for file, scale in adapters.items())
-    weights = ffi.cast("struct llama_model *", C.llama_get_model(pointer))
-    model = Model.adopt(weights, path, owner=owner)
-
-    adopted, lock = cls.__new__(cls), model.guard.lock()
-    unknown = Settings(True, "f16", "f16", True, False, (False, False), rope, None)
-    adopted._begin(model, ContextHandle(model._handle, pointer), lock, unknown)
-    held = [seq for seq in range(adopted.n_seq_max) if adopted.position(seq)]
-    if not held:
-        adopted.decode([0])
-    layout = _look(adopted, held[0] if held else 0)
-    if not held:
-        adopted.clear()
-    model._shapes.clear()  # noted under types that were not known yet
-    known = _settings(layout, model, rope)
-    if swa_full and known.kv_unified:
-        known = replace(known, window_cells=adopted.n_ctx)
-    adopted._begin(model, ContextHandle(model._handle, pointer), lock, known)
-    adopted.adapters = in_force
-    return adopted
-
-
-def _address(address: object) -> int:
-    """What a pointer of any binding points to; that there is memory is all that can be checked of it."""
-    if isinstance(address, ffi.CData):
-        value = int(ffi.cast("uintptr_t", address))
-    elif isinstance(address, (ctypes.c_void_p, ctypes._Pointer)):
-        value = ctypes.cast(address, ctypes.c_void_p).value or 0
-    elif isinstance(address, int) and not isinstance(address, bool):
-        value = address
-    else:
-        raise InvalidArgumentError(f"address should be a pointer, is {type(address).__name__}")
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        ranges = [line.split(maxsplit=2)[:2] for line in maps]
-    writable = [[int(end, 16) for end in span.split("-")] for span, mode in ranges if mode.startswith("rw")]
-    if value % 8 or not any(begin <= value < end for begin, end in writable):
-        raise InvalidArgumentError(f"address should be that of a llama_context, is {value:#x}, where there is none")
-    return value
-
-
-def _settings(layout: Layout, model: Model, rope: Rope) -> Settings:
-    """A borrowed context's settings, as far as a sequence's state shows them."""
-    # Of two caches one has no layers where the window is on all of them.
-    found = [stream for cache in layout.caches for stream in cache if stream and stream.k]
-    type_k = GGML_TYPES[found[0].k[0].type].name if found else "f16"
-    type_v = GGML_TYPES[found[0].v[0].type].name if found and found[0].v else type_k
-    transposed = bool(layout.v_transposed)
-    # As llama_kv_cache decides it.
-    switched_off = re.match(r"\s*[+-]?0*[1-9]", os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")) is not None
-    rotation = [
-        kind not in ("f32", "f16", "bf16") and not switched_off and head_dim(model, name) % 64 == 0
-        for kind, name in ((type_k, "key_length"), (type_v, "value_length"))
-    ]
-    return Settings(
-        layout.n_stream <= 1, type_k, type_v, not transposed, transposed, (rotation[0], rotation[1]), rope, None
-    )

@@ -29,6 +29,7 @@ ORDER = [
     ["adapter", "limits", "outputs"],
     ["context"],
     ["state"],
+    ["borrowed"],
     ["snapshot"],
     ["fanout", "interop", "measure"],
     ["doctor", "terminal"],
@@ -56,7 +57,7 @@ PURE = {
 
 EXCEPTIONS = {
     ("model", "context"): "a model makes its contexts: Model.context imports when it is called",
-    ("context", "state"): "a borrowed context is learnt from its state: Context.adopt imports when it is called",
+    ("context", "borrowed"): "a borrowed context is learnt from its state: Context.adopt imports when it is called",
     ("context", "snapshot"): "a context makes its snapshots: Context.snapshot imports when it is called",
 }
 """The imports that point downward: inside a function, or for type checkers only."""
