@@ -893,7 +893,7 @@ class Fuzzer:
 
 def break_check(name: str) -> None:
     """Take a check of the library away, or put a fault into it. For `test_fuzz` only."""
-    from swarmkv_ll import skv, snapshot
+    from swarmkv_ll import fit, skv, snapshot
     from swarmkv_ll.blob import layout, recast
 
     def ignore(*_: object) -> list[Any]:
@@ -901,7 +901,7 @@ def break_check(name: str) -> None:
 
     patched: Any
     if name == "shape":
-        patched, snapshot._shape_reasons = snapshot._shape_reasons, ignore
+        patched, fit.shape_reasons = fit.shape_reasons, ignore
     elif name == "bookkeeping":
         layout.Layout.check = ignore  # type: ignore[assignment, method-assign]
     elif name == "typed":

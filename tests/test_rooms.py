@@ -29,7 +29,7 @@ ORDER = [
     ["adapter", "limits", "outputs"],
     ["context"],
     ["state"],
-    ["borrowed"],
+    ["borrowed", "fit"],
     ["snapshot"],
     ["fanout", "interop", "measure"],
     ["doctor", "terminal"],

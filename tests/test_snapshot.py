@@ -38,7 +38,7 @@ from swarmkv_ll.errors import (
     SnapshotCorruptError,
     SnapshotError,
 )
-from swarmkv_ll.snapshot import Compatibility, Reason
+from swarmkv_ll.identity import Compatibility, Reason
 
 PREFIX = text_tokens(40)
 
