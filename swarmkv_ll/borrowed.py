@@ -128,15 +128,22 @@ def _settings(layout: Layout, model: Model, rope: Rope) -> Settings:
     """A borrowed context's settings, as far as a sequence's state shows them."""
     # Of two caches one has no layers where the window is on all of them.
     found = [stream for cache in layout.caches for stream in cache if stream and stream.k]
-    type_k = GGML_TYPES[found[0].k[0].type].name if found else "f16"
-    type_v = GGML_TYPES[found[0].v[0].type].name if found and found[0].v else type_k
+    kind_k = GGML_TYPES[found[0].k[0].type if found else C.GGML_TYPE_F16]
+    kind_v = GGML_TYPES[found[0].v[0].type] if found and found[0].v else kind_k
     transposed = bool(layout.v_transposed)
     # As llama_kv_cache decides it.
     switched_off = re.match(r"\s*[+-]?0*[1-9]", os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")) is not None
     rotation = [
-        kind not in ("f32", "f16", "bf16") and not switched_off and head_dim(model, name) % 64 == 0
-        for kind, name in ((type_k, "key_length"), (type_v, "value_length"))
+        kind.block > 1 and not switched_off and head_dim(model, name) % 64 == 0
+        for kind, name in ((kind_k, "key_length"), (kind_v, "value_length"))
     ]
     return Settings(
-        layout.n_stream <= 1, type_k, type_v, not transposed, transposed, (rotation[0], rotation[1]), rope, None
+        kv_unified=layout.n_stream <= 1,
+        type_k=kind_k.name,
+        type_v=kind_v.name,
+        flash_attn=not transposed,
+        v_transposed=transposed,
+        rotation=(rotation[0], rotation[1]),
+        rope=rope,
+        window_cells=None,
     )

@@ -108,7 +108,7 @@ def atomic_file(path: str | os.PathLike[str], n_bytes: int | None = None) -> Ite
     OSError
         It is another thing that is not a file, or the system's own reason; nothing was changed.
     """
-    target, mode = _target(path)
+    target, mode = target_of(path)
     temporary = target.with_name(f".swarmkv-{secrets.token_hex(16)}.tmp")
 
     def create(name: str, flags: int) -> int:
@@ -130,8 +130,14 @@ def atomic_file(path: str | os.PathLike[str], n_bytes: int | None = None) -> Ite
         _flush_folder(target.parent)
 
 
-def _target(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
-    """The file that `path` leads to, and its permission bits if there is one."""
+def target_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
+    """The file that `path` leads to, and its permission bits if there is one.
+
+    Raises
+    ------
+    IsADirectoryError, OSError
+        It is a folder, or another thing that is not a file.
+    """
     target = Path(os.path.realpath(file_name(path)))
     try:
         mode = os.stat(target).st_mode

@@ -17,6 +17,7 @@ import click
 from rich import box
 from rich.table import Table
 
+from .cache import target_of
 from .errors import (
     ContextFullError,
     IncompatibleSnapshotError,
@@ -143,19 +144,11 @@ def _check_target(path: str) -> None:
     """Before a long prefill: refuse what could not be written after it."""
     if path == "-":
         raise click.UsageError("-o -: a file is written whole and takes its name then, which standard output cannot")
-    target = os.path.realpath(path)
-    folder = os.path.dirname(target)
-    code = None
-    if os.path.isdir(target):
-        code = errno.EISDIR
-    elif os.path.exists(target) and not os.path.isfile(target):
-        raise OSError(errno.EINVAL, "Not a regular file", path)
-    elif not os.path.isdir(folder):
-        code = errno.ENOENT
-    elif not os.access(folder, os.W_OK):
-        code = errno.EACCES
-    if code:
-        raise OSError(code, os.strerror(code), path)
+    folder = target_of(path)[0].parent
+    if not folder.is_dir():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    if not os.access(folder, os.W_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 # ── info ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _MAX_POSITION = 2**31 - 2
 
-_ROPE_SCALING = {
+ROPE_SCALING = {
     "model": C.LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED,
     "none": C.LLAMA_ROPE_SCALING_TYPE_NONE,
     "linear": C.LLAMA_ROPE_SCALING_TYPE_LINEAR,
@@ -158,7 +158,7 @@ class Context:
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k, params.type_v, params.swa_full = KV_TYPES[type_k], KV_TYPES[type_v], bool(swa_full)
         params.rope_freq_base, params.rope_freq_scale = rope.freq_base, rope.freq_scale
-        params.rope_scaling_type = _ROPE_SCALING[rope.scaling]
+        params.rope_scaling_type = ROPE_SCALING[rope.scaling]
         params.yarn_ext_factor, params.yarn_attn_factor = rope.yarn_ext_factor, rope.yarn_attn_factor
         params.yarn_beta_fast, params.yarn_beta_slow = rope.yarn_beta_fast, rope.yarn_beta_slow
         params.yarn_orig_ctx = rope.yarn_orig_ctx

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from . import runtime
 from .arena import Arena
-from .context import Context
+from .context import ROPE_SCALING, Context
 from .errors import (
     ArenaExhaustedError,
     ClosedError,
@@ -59,8 +59,6 @@ for _name in ("llama_context_params", "llama_model_params", "llama_batch"):
             f"llama-cpp-python {llama_cpp.__version__} is for another engine: its {_name} has {_theirs} bytes, ours {_ours}"
         )
 
-_SCALING = {-1: "model", 0: "none", 1: "linear", 2: "yarn", 3: "longrope"}
-
 
 def adopt(llm: Any, *, owner: object = None) -> Context:
     """The context of a `Llama`, with what it was made with; see `Context.adopt`.
@@ -84,7 +82,7 @@ def adopt(llm: Any, *, owner: object = None) -> Context:
     rope = Rope(
         freq_base=float(made.rope_freq_base),
         freq_scale=float(made.rope_freq_scale),
-        scaling=cast("Any", _SCALING[made.rope_scaling_type]),
+        scaling=cast("Any", next(name for name, number in ROPE_SCALING.items() if number == made.rope_scaling_type)),
         yarn_ext_factor=float(made.yarn_ext_factor),
         yarn_attn_factor=float(made.yarn_attn_factor),
         yarn_beta_fast=float(made.yarn_beta_fast),

@@ -388,14 +388,12 @@ class Snapshot:
     def _fitted(self, conversions: tuple[Conversion, ...], window: int) -> Iterator[tuple[Any, Any]]:
         """The state as it is, or converted into memory of the arena, or, where that is full, of the process."""
         after: dict[str, Any] = {change.field: change.after for change in conversions}
-        blob = StateBlob(self._record.layout, self._bytes())
+        blob, edit = StateBlob(self._record.layout, self._bytes()), None
         if "n_tokens" in after:
             edit = slice_blob(blob, after["n_tokens"], window=window)
-            if after.keys() & {"n_stream", "v_transposed"}:
-                blob = edit.write()
-        if after.keys() & {"n_stream", "v_transposed"}:
-            edit = convert(blob, n_stream=after.get("n_stream"), v_transposed=after.get("v_transposed"))
-        elif "n_tokens" not in after:
+        if shape := {name: after[name] for name in ("n_stream", "v_transposed") if name in after}:
+            edit = convert(edit.write() if edit else blob, **shape)
+        if edit is None:
             yield self.lease._ptr, self._record.layout
             return
         try:
