@@ -10,7 +10,7 @@ import pytest
 from helpers import Files, Models
 
 if TYPE_CHECKING:
-    from swarmkv_ll import Model
+    from swarmkv_ll import Arena, Model
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +34,16 @@ def models(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
 def llama(models: Models) -> Model:
     """The tiny attention model."""
     return models["llama"]
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """Room for some tiny states."""
+    from swarmkv_ll import Arena
+
+    with Arena(8 << 20) as made:
+        yield made
+        made.check_integrity()
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import tiny_models
 
 if TYPE_CHECKING:
-    from swarmkv_ll import Context, Model
+    from swarmkv_ll import Arena, Context, Model, Snapshot
 
 TESTS = Path(__file__).resolve().parent
 
@@ -87,10 +87,27 @@ def text_tokens(n: int, seed: int = 0) -> npt.NDArray[np.int32]:
 
 BRANCH = text_tokens(9, seed=999)
 
+TOKENS = text_tokens(96)
+"""Ends where an engine batch ends, so that a prefix of 64 is computed in the same batches."""
+
 
 def new_context(model: Model, n_ctx: int = 512, n_seq_max: int = 1, **options: Any) -> Context:
     """A context with small batches and one thread, so that results do not depend on the machine."""
     return model.context(n_ctx, n_seq_max, **{"n_batch": N_BATCH, "n_ubatch": N_UBATCH, "n_threads": 1, **options})
+
+
+def taken(model: Model, arena: Arena, tokens: Any = TOKENS, *, named: bool = True, **options: Any) -> Snapshot:
+    """The state of a context that has decoded `tokens`."""
+    with new_context(model, **options) as ctx:
+        ctx.decode(tokens)
+        return ctx.snapshot(arena, tokens=tokens if named else None)
+
+
+def address(ctx: Context) -> int:
+    """The `llama_context *`, as another binding has it."""
+    from swarmkv_ll.ffi import ffi
+
+    return int(ffi.cast("uintptr_t", ctx._ptr))
 
 
 def all_logits(ctx: Context, tokens: npt.ArrayLike, seq: int = 0) -> npt.NDArray[np.float32]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ from helpers import (
     KINDS,
     RECURRENT,
     SLIDING,
+    TOKENS,
     Files,
     Models,
+    address,
     all_logits,
     identical,
     new_context,
@@ -30,9 +31,7 @@ from helpers import (
 
 from swarmkv_ll import Arena, Context, Rope
 from swarmkv_ll.errors import ClosedError, IncompatibleSnapshotError, InvalidArgumentError
-from swarmkv_ll.ffi import LIB_DIR, ffi
-
-TOKENS = text_tokens(96)
+from swarmkv_ll.ffi import LIB_DIR
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -41,16 +40,6 @@ SHAPES: list[dict[str, Any]] = [
     {"n_ctx": 2048, "n_seq_max": 4, "kv_unified": False},
     {"n_ctx": 2048, "n_seq_max": 4},
 ]
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    with Arena(8 << 20) as made:
-        yield made
-
-
-def address(ctx: Context) -> int:
-    return int(ffi.cast("uintptr_t", ctx._ptr))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(shape) or "plain")

@@ -19,17 +19,18 @@ from helpers import (
     BRANCH,
     HYBRID,
     KINDS,
+    TOKENS,
     Files,
     Models,
     all_logits,
     identical,
     new_context,
     run_ok,
-    text_tokens,
+    taken,
     uninterrupted,
 )
 
-from swarmkv_ll import Arena, Context, Model, Snapshot
+from swarmkv_ll import Arena, Context, Snapshot
 from swarmkv_ll.errors import (
     ArenaExhaustedError,
     EndOfStreamError,
@@ -39,21 +40,11 @@ from swarmkv_ll.errors import (
 )
 from swarmkv_ll.ffi import LIB_DIR, ffi
 
-TOKENS = text_tokens(96)
-
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    with Arena(8 << 20) as made:
-        yield made
-        made.check_integrity()
-        assert made.stats().n_leases == 0
-
-
-def taken(model: Model, arena: Arena, tokens: Any = TOKENS, **options: Any) -> Snapshot:
-    with new_context(model, **options) as ctx:
-        ctx.decode(tokens)
-        return ctx.snapshot(arena, tokens=tokens)
+def arena(arena: Arena) -> Iterator[Arena]:
+    yield arena
+    assert arena.stats().n_leases == 0
 
 
 # ── our own ──────────────────────────────────────────────────────────────────────────────────────────

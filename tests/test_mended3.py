@@ -11,23 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ATTENTION, KINDS, SLIDING, Files, Models, close, new_context, run_ok, text_tokens
+from helpers import ATTENTION, KINDS, SLIDING, Files, Models, address, close, new_context, run_ok, text_tokens
 
 from swarmkv_ll import Arena, Context, Rope, Snapshot, blob, skv
 from swarmkv_ll.adapter import Adapter
 from swarmkv_ll.errors import InvalidArgumentError, LiveViewsError, ModelLoadError, NoLogitsError
-from swarmkv_ll.ffi import ffi
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    with Arena(8 << 20, pin=False) as made:
-        yield made
-
-
-def address(ctx: Context) -> int:
-    return int(ffi.cast("uintptr_t", ctx._ptr))
-
 
 # ── the answers are right ────────────────────────────────────────────────────────────────────────────
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from helpers import (
     KINDS,
     RECURRENT,
     SLIDING,
+    TOKENS,
     Files,
     Models,
     all_logits,
@@ -21,6 +21,7 @@ from helpers import (
     identical,
     new_context,
     run_ok,
+    taken,
     text_tokens,
     uninterrupted,
 )
@@ -35,23 +36,7 @@ from swarmkv_ll.errors import (
     SnapshotError,
 )
 
-TOKENS = text_tokens(96)
-"""Ends where an engine batch ends, so that a prefix of 64 is computed in the same batches."""
-
 STREAMS = {"n_ctx": 2048, "n_seq_max": 4, "kv_unified": False}
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    with Arena(8 << 20) as made:
-        yield made
-        made.check_integrity()
-
-
-def taken(model: Model, arena: Arena, tokens: Any = TOKENS, *, named: bool = True, **options: Any) -> Snapshot:
-    with new_context(model, **options) as ctx:
-        ctx.decode(tokens)
-        return ctx.snapshot(arena, tokens=tokens if named else None)
 
 
 def others_stay(ctx: Context, seq: int) -> Any:
