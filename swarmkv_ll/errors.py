@@ -313,3 +313,152 @@ class DiskFullError(SwarmKVError, OSError):
         if available is not None:
             text += f", {available:,} free"
         super().__init__(code, text, *([] if path is None else [path]))
+
+
+# ── pipelines ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PipelineError(SwarmKVError, ValueError):
+    """A pipeline cannot run as it is written. Found before a context or a buffer is made.
+
+    Attributes
+    ----------
+    problems : tuple of SwarmKVError
+        All that is wrong, not only the first.
+    """
+
+    def __init__(self, message: str, problems: Sequence[SwarmKVError] = ()) -> None:
+        self.problems: tuple[SwarmKVError, ...] = tuple(problems) or (self,)
+        super().__init__(message)
+
+    @classmethod
+    def of(cls, problems: Sequence[SwarmKVError]) -> PipelineError:
+        """One error for all of them; a single one that is a `PipelineError` is itself the error."""
+        if len(problems) == 1 and isinstance(problems[0], PipelineError):
+            return problems[0]
+        listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, start=1))
+        return PipelineError(f"{len(problems)} problems: {listed}" if len(problems) > 1 else str(problems[0]), problems)
+
+
+class CycleError(PipelineError):
+    """Nodes wait for each other.
+
+    Attributes
+    ----------
+    edge : (str, str)
+        The edge that closes the cycle: a node, and what it depends on.
+    cycle : tuple of str
+        The whole cycle, from a node over what each depends on back to that node.
+    """
+
+    def __init__(self, cycle: Sequence[str]) -> None:
+        self.cycle = tuple(cycle)
+        self.edge = (self.cycle[-2], self.cycle[-1])
+        how = "depends on itself" if len(self.cycle) == 2 else f"closes the cycle {' → '.join(self.cycle)}"
+        super().__init__(f"node {self.edge[0]!r}, which depends on {self.edge[1]!r}, {how}")
+
+
+class UnknownNodeError(PipelineError):
+    """A node depends on one that is not there.
+
+    Attributes
+    ----------
+    node, missing : str
+    """
+
+    def __init__(self, node: str, missing: str, hint: str | None = None) -> None:
+        self.node, self.missing = node, missing
+        super().__init__(
+            f"node {node!r} depends on {missing!r}, which is not there" + (f" ({hint!r} is)" if hint else "")
+        )
+
+
+class DuplicateNodeError(PipelineError):
+    """Two nodes have one name, or a node names a dependency twice.
+
+    Attributes
+    ----------
+    node : str
+    """
+
+    def __init__(self, node: str, message: str | None = None) -> None:
+        self.node = node
+        super().__init__(message or f"two nodes are named {node!r}")
+
+
+class NodeError(PipelineError):
+    """A node cannot run as it is written.
+
+    Attributes
+    ----------
+    node : str
+    key : str
+        Which of its parameters is at fault.
+    cause : SwarmKVError or None
+        The error with the numbers (`ContextBudgetError`), where there is one.
+    """
+
+    def __init__(self, node: str, key: str, message: str, cause: SwarmKVError | None = None) -> None:
+        self.node, self.key, self.cause = node, key, cause
+        super().__init__(f"node {node!r}: {message}")
+
+
+class PipelineFileError(PipelineError):
+    """A pipeline file is not TOML, or not as its schema says.
+
+    Attributes
+    ----------
+    path : str
+    line : int or None
+    key : str or None
+        Dotted path of the key at fault, such as ``agents.audit.depends_on``.
+    """
+
+    def __init__(self, path: str, line: int | None, key: str | None, message: str) -> None:
+        self.path, self.line, self.key = path, line, key
+        where = path if line is None else f"{path}, line {line}"
+        super().__init__(f"{where}: {key}: {message}" if key else f"{where}: {message}")
+
+
+class UpstreamError(SwarmKVError):
+    """A node did not run, because one that it depends on failed.
+
+    Attributes
+    ----------
+    node : str
+        The node whose failure began it.
+    cause : BaseException
+        What it raised.
+    """
+
+    def __init__(self, node: str, cause: BaseException) -> None:
+        self.node, self.cause = node, cause
+        super().__init__(f"node {node!r} failed: {type(cause).__name__}: {cause}")
+
+
+class NodeTimeoutError(SwarmKVError, TimeoutError):
+    """A node took longer than its time limit.
+
+    Attributes
+    ----------
+    node : str
+    time_limit : float
+        Seconds.
+    """
+
+    def __init__(self, node: str, time_limit: float) -> None:
+        self.node, self.time_limit = node, time_limit
+        super().__init__(f"node {node!r} took longer than its time limit of {time_limit:g} s")
+
+
+class NodeCancelledError(SwarmKVError):
+    """A node was cancelled before it was done.
+
+    Attributes
+    ----------
+    node : str
+    """
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        super().__init__(f"node {node!r} was cancelled")
