@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 
 from .errors import CycleError, DuplicateNodeError, PipelineError, UnknownNodeError
 
-Edges = Mapping[str, Iterable[str]]
-"""Each node's name, and the names of the nodes that it depends on."""
+Edges = Mapping[str, Collection[str]]
+"""Each node's name, and the names of the nodes that it depends on; they are read more than once."""
 
 
 def check(edges: Edges) -> list[PipelineError]:
@@ -29,7 +29,8 @@ def check(edges: Edges) -> list[PipelineError]:
                 close = get_close_matches(name, edges, 1)
                 problems.append(UnknownNodeError(node, name, close[0] if close else None))
             seen.add(name)
-    problems += [CycleError(cycle) for _, cycle in _visit(edges) if cycle]
+    cycles = dict.fromkeys(cycle for _, cycle in _visit(edges) if cycle)  # an edge named twice closes it twice
+    problems += [CycleError(cycle) for cycle in cycles]
     return problems
 
 
@@ -77,6 +78,6 @@ def _visit(edges: Edges) -> Iterator[tuple[str, tuple[str, ...] | None]]:
                     grey[name] = iter(edges[name])
                     break
             else:
-                del grey[node]
+                grey.popitem()  # `del` would leave a hole that `reversed` walks over again at each step
                 black.add(node)
                 yield node, None

@@ -11,7 +11,6 @@ Three strategies, the same answers (token for token where batches are split alik
 
 from __future__ import annotations
 
-import codecs
 import operator
 import queue
 import threading
@@ -25,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from .answer import Answer
 from .arena import Arena
 from .budget import validate_context_budget
 from .context import Context
@@ -225,39 +225,26 @@ def prefill(
     return ctx.position(seq)
 
 
-class _Answer:
-    """A branch while it is being answered: samples, streams text, keeps the time."""
+class _Answer(Answer):
+    """A branch while it is being answered, with its times."""
 
     def __init__(self, run: _Run, index: int) -> None:
         self.run, self.branch, self.index = run, run.result.branches[index], index
-        self.sampler = run.sampler.for_branch(index)
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        super().__init__(run.model, run.sampler.for_branch(index), run.max_tokens, self._tell_run)
         self.begin = perf_counter()
-        self.first = 0.0
 
-    def step(self, ctx: Context, seq: int) -> int | None:
-        """Sample the next token; None when the answer is complete, or the whole run is being stopped."""
+    def next(self, ctx: Context, seq: int) -> int | None:
+        """The next token; None when the answer is complete, or the whole run is being stopped."""
         if self.run.stopping.is_set():
             return None
-        branch, model = self.branch, self.run.model
-        token = self.sampler.sample(ctx.logits(seq))
-        if not self.first:
-            self.first = perf_counter()
-            branch.first_token_ms = 1e3 * (self.first - self.begin)
-        branch.decode_ms = _ms(self.first)
-        branch.finished = model.is_end(token)
-        if not branch.finished:
-            branch.tokens.append(token)
-            self._tell(self.decoder.decode(model.piece(token)))
-            if len(branch.tokens) < self.run.max_tokens:
-                return token
-        self._tell(self.decoder.decode(b"", final=True))
-        self.sampler.close()
-        return None
+        token, branch = self.step(ctx.logits(seq)), self.branch
+        branch.tokens, branch.text, branch.finished = self.tokens, self.text, self.finished
+        branch.first_token_ms = 1e3 * (self.times[0] - self.begin)
+        branch.decode_ms = 1e3 * (self.times[-1] - self.times[0])
+        return token
 
-    def _tell(self, text: str) -> None:
-        self.branch.text += text
-        if text and self.run.on_token:
+    def _tell_run(self, text: str) -> None:
+        if self.run.on_token:
             with self.run.telling:
                 self.run.on_token(self.index, text)
 
@@ -300,7 +287,7 @@ class _Run:
         batch: list[tuple[npt.ArrayLike, int]] = [(self.questions[a.index], seq) for seq, a in answers.items()]
         while batch:
             ctx.decode_batch(batch)
-            tokens = {seq: answers[seq].step(ctx, seq) for _, seq in batch}
+            tokens = {seq: answers[seq].next(ctx, seq) for _, seq in batch}
             for seq in (seq for seq, token in tokens.items() if token is None):
                 ctx.remove(seq)
             batch = [([token], seq) for seq, token in tokens.items() if token is not None]
@@ -361,7 +348,7 @@ class _Run:
 
     def _continue(self, ctx: Context, answer: _Answer) -> None:
         ctx.decode(self.questions[answer.index])
-        while (token := answer.step(ctx, 0)) is not None:
+        while (token := answer.next(ctx, 0)) is not None:
             ctx.decode([token])
 
     def _prefill(self, ctx: Context) -> None:

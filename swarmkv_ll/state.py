@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 
 from . import runtime
 from .arena import available_memory
-from .blob import Layout, Parts, read_layout
+from .blob import MAGIC, Layout, Parts, read_layout
 from .context import Context
 from .errors import BlobError, SnapshotError
 from .ffi import C, ffi
@@ -191,3 +192,26 @@ def look(ctx: Context, seq: int) -> Layout:
     with ctx._lock:
         data = np.empty(ctx.state_size(seq), np.uint8)
         return write(ctx, ctx._ptr, seq, ffi.from_buffer("uint8_t[]", data), len(data))
+
+
+def occupy(ctx: Context, seq: int, n_cells: int) -> None:
+    """Have an empty sequence hold `n_cells` cells of zeros, at positions from 0 on, so that no other takes them.
+
+    For one attention cache without transposed V: see `batching`.
+    """
+    (k, v), _ = shape(ctx)
+    head = struct.pack("<IiII", MAGIC, seq, 1, n_cells)
+    cells = np.zeros((n_cells, 3), "<i4")
+    cells[:, 0], cells[:, 1] = np.arange(n_cells), 1
+    pieces = [head, cells.tobytes(), struct.pack("<II", 0, len(k))]
+    n_bytes = sum(map(len, pieces)) + sum(12 + row_bytes * n_cells for _, row_bytes in (*k, *v))
+    data, at = np.zeros(n_bytes, np.uint8), 0  # pages of zeros that are never written take no memory
+    for piece in pieces:
+        data[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    for kind, row_bytes in (*k, *v):
+        data[at : at + 12] = np.frombuffer(struct.pack("<iQ", kind, row_bytes), np.uint8)
+        at += 12 + row_bytes * n_cells
+    with ctx._changing() as pointer:
+        layout = read_layout(data, parts(ctx))
+        read(ctx, pointer, seq, ffi.from_buffer("uint8_t[]", data), layout, {})
