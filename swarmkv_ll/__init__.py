@@ -18,11 +18,14 @@ from .errors import SwarmKVError
 if TYPE_CHECKING:
     from .adapter import Adapter
     from .arena import Arena, Lease
+    from .batching import BatchedDecoder
     from .budget import validate_context_budget
     from .context import Context
     from .fanout import Branch, FanOut, fan_out
     from .identity import Rope
     from .model import Model
+    from .pipeline import BranchNode, FunctionNode, Pipeline, PipelineResult, PrefillNode
+    from .policy import FairShare
     from .runtime import LlamaGuard
     from .sampling import Sampler
     from .snapshot import Snapshot, bind_contiguous_cache
@@ -32,12 +35,19 @@ __version__ = "0.1.0"
 _HOME = {
     "Adapter": "adapter",
     "Arena": "arena",
+    "BatchedDecoder": "batching",
     "Branch": "fanout",
+    "BranchNode": "pipeline",
     "Context": "context",
+    "FairShare": "policy",
     "FanOut": "fanout",
+    "FunctionNode": "pipeline",
     "Lease": "arena",
     "LlamaGuard": "runtime",
     "Model": "model",
+    "Pipeline": "pipeline",
+    "PipelineResult": "pipeline",
+    "PrefillNode": "pipeline",
     "Rope": "identity",
     "Sampler": "sampling",
     "Snapshot": "snapshot",
@@ -49,12 +59,19 @@ _HOME = {
 __all__ = [
     "Adapter",
     "Arena",
+    "BatchedDecoder",
     "Branch",
+    "BranchNode",
     "Context",
+    "FairShare",
     "FanOut",
+    "FunctionNode",
     "Lease",
     "LlamaGuard",
     "Model",
+    "Pipeline",
+    "PipelineResult",
+    "PrefillNode",
     "Rope",
     "Sampler",
     "Snapshot",

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +33,8 @@ from .errors import (
 from .model import Tokens
 from .policy import FairShare, Kind, Policy
 from .sampling import Sampler
+
+OnBegin = Callable[[Any], None]
 
 _J = TypeVar("_J", "Prefix", "Branch")
 
@@ -82,8 +85,9 @@ class Job:
 
     kind: Kind
 
-    def __init__(self, name: str, tokens: Tokens, priority: float, uses: int) -> None:
+    def __init__(self, name: str, tokens: Tokens, priority: float, uses: int, on_begin: OnBegin | None) -> None:
         self.name, self.priority, self.future = name, priority, Future[Any]()
+        self._on_begin = on_begin
         self.begun = self.fork_s = 0.0
         self._tokens, self._at, self._uses = tokens, 0, uses
         self._seq: int | None = None
@@ -105,9 +109,15 @@ class Prefix(Job):
     kind: Kind = "prefill"
 
     def __init__(
-        self, name: str, tokens: Tokens, uses: int, borders: Iterable[int], on_progress: Callable[[int], None] | None
+        self,
+        name: str,
+        tokens: Tokens,
+        uses: int,
+        borders: Iterable[int],
+        on_begin: OnBegin | None,
+        on_progress: Callable[[int], None] | None,
     ) -> None:
-        super().__init__(name, tokens, 1.0, uses)
+        super().__init__(name, tokens, 1.0, uses, on_begin)
         self._borders = sorted({*borders, len(tokens)})
         self._on_progress = on_progress
         self._parked: dict[int, int] = {}  # where the memory cannot be cut later: a sequence for each border
@@ -148,8 +158,9 @@ class Branch(Job):
         answer: Answer,
         max_tokens: int,
         time_limit: float | None,
+        on_begin: OnBegin | None,
     ) -> None:
-        super().__init__(name, tokens, priority, uses)
+        super().__init__(name, tokens, priority, uses, on_begin)
         self.answer = answer
         self._after, self._n_prefix, self._max_tokens = after, n_prefix, max_tokens
         self._time_limit = time_limit
@@ -212,6 +223,7 @@ class BatchedDecoder:
         name: str = "document",
         uses: int = 1,
         borders: Iterable[int] = (),
+        on_begin: OnBegin | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Prefix:
         """Compute a document.
@@ -223,8 +235,9 @@ class BatchedDecoder:
             How many branches will go on from it. Its cells are held until they have begun, or were given up (`release`).
         borders : iterable of int
             Lengths at which a chunk has to end, because a branch begins there.
-        on_progress : callable, optional
-            ``on_progress(watermark)`` after each chunk, from the thread that calls `step`.
+        on_begin, on_progress : callable, optional
+            ``on_begin(job)`` when it gets its sequence, ``on_progress(watermark)`` after each chunk; from the thread
+            that calls `step`.
         """
         checked = self.ctx.model.check_tokens(tokens)
         borders = list(borders)
@@ -232,7 +245,7 @@ class BatchedDecoder:
             raise InvalidArgumentError(
                 f"there should be tokens, and borders within their number of {len(checked)}: {borders}"
             )
-        return self._post(Prefix(name, checked, uses, borders, on_progress))
+        return self._post(Prefix(name, checked, uses, borders, on_begin, on_progress))
 
     def branch(
         self,
@@ -247,6 +260,7 @@ class BatchedDecoder:
         priority: float = 1.0,
         uses: int = 0,
         time_limit: float | None = None,
+        on_begin: OnBegin | None = None,
     ) -> Branch:
         """Go on from a document, or from where another branch has ended, with a prompt; then generate.
 
@@ -271,7 +285,9 @@ class BatchedDecoder:
                 f"there should be a prompt and an answer: {len(checked)} and {max_tokens} tokens"
             )
         answer = Answer(self.ctx.model, sampler or Sampler(), max_tokens, tell)
-        return self._post(Branch(name, checked, priority, uses, after, n_prefix, answer, max_tokens, time_limit))
+        return self._post(
+            Branch(name, checked, priority, uses, after, n_prefix, answer, max_tokens, time_limit, on_begin)
+        )
 
     def cancel(self, job: Prefix | Branch) -> None:
         """Stop a job: its cells are free when this returns, or, if a batch is being computed, when that is done."""
@@ -284,6 +300,11 @@ class BatchedDecoder:
     def _post(self, job: _J) -> _J:
         self._do(lambda: self._queue(job))
         return job
+
+    def fail_all(self, error: Exception) -> None:
+        """End every job with this error."""
+        for job in [*self._running, *self._waiting]:
+            self._do(partial(self._fail, job, error))
 
     def _queue(self, job: Prefix | Branch) -> None:
         if not job.future.done():
@@ -410,7 +431,7 @@ class BatchedDecoder:
                 self._waiting.remove(job)
                 try:
                     self._begin(job)
-                except SwarmKVError as error:
+                except Exception as error:  # a callback's, too
                     self._fail(job, error)
             elif self._running:
                 return  # nobody passes by
@@ -456,8 +477,10 @@ class BatchedDecoder:
         else:
             self._begin_branch(job)
             job.fork_s = perf_counter() - begin
-        self._running.append(job)
         job.begun = begin
+        self._running.append(job)
+        if job._on_begin:
+            job._on_begin(job)
 
     def _begin_prefix(self, job: Prefix) -> None:
         job._seq = self._free.pop()

@@ -6,8 +6,11 @@ import operator
 
 from .errors import ContextBudgetError, InvalidArgumentError
 
+HEADROOM = 128
+"""Tokens kept free beside a prefix and its branch."""
 
-def validate_context_budget(prefix_tokens: int, branch_tokens: int, n_ctx: int, headroom: int = 128) -> int:
+
+def validate_context_budget(prefix_tokens: int, branch_tokens: int, n_ctx: int, headroom: int = HEADROOM) -> int:
     """Check that prefix, branch and headroom fit into a context, before a context or a buffer is made.
 
     Parameters

@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from .answer import Answer
 from .arena import Arena
-from .budget import validate_context_budget
+from .budget import HEADROOM, validate_context_budget
+from .chat import Chat
 from .context import Context
 from .errors import InvalidArgumentError
 from .model import Model, Tokens
@@ -38,9 +38,6 @@ STRATEGIES: tuple[Strategy, ...] = ("shared", "snapshot", "reprefill")
 
 N_BATCH = 512
 """Tokens a decode call gets at most: how often progress is told and Ctrl-C is seen at the latest."""
-
-HEADROOM = 128
-"""Tokens kept free beside the document and a branch."""
 
 
 @dataclass
@@ -182,7 +179,7 @@ def fan_out(
         raise InvalidArgumentError(f"sampler should be a Sampler, is {type(sampler).__name__}")
     prefix, questions = document_and_prompts(model, document, prompts, chat)
     branch_tokens = max(len(question) for question in questions) + max_tokens
-    validate_context_budget(len(prefix), branch_tokens, n_ctx or model.n_ctx_train, HEADROOM)
+    validate_context_budget(len(prefix), branch_tokens, n_ctx or model.n_ctx_train)
 
     result = FanOut(model.path.name, strategy, len(prefix))
     result.branches = [Branch(_shown(model, prompt)) for prompt in prompts]
@@ -388,25 +385,14 @@ def document_and_prompts(
 
 
 def chat_tokens(model: Model, document: str, prompts: Sequence[str]) -> tuple[Tokens, list[Tokens]]:
-    """Document and prompts as one user turn: the turn's opening and the document, then each prompt and the closing.
-
-    Only the template's own parts may hold control tokens; ``<|…|>`` in the texts is plain text.
-    """
+    """Document and prompts as one user turn: the turn's opening and the document, then each prompt and the closing."""
     empty = ["document"] * (not document.strip()) + [
         f"prompt {i} of {len(prompts)}" for i, p in enumerate(prompts, start=1) if not p.strip()
     ]
     if empty:
         raise InvalidArgumentError(f"{empty[0]} holds no text")
-    mark = "\x1fdocument\x1fprompt\x1f"
-    opening, closing = model.apply_chat_template([{"role": "user", "content": mark}]).split(mark)
-
-    def plain(text: str) -> Tokens:
-        return model.tokenize(text, add_special=False, parse_special=False)
-
-    head = model.tokenize(opening, add_special=True, parse_special=True)
-    tail = model.tokenize(closing, add_special=False, parse_special=True)
-    prefix = np.concatenate([head, plain(document.rstrip() + "\n\n")])
-    return prefix, [np.concatenate([plain(prompt.strip()), tail]) for prompt in prompts]
+    turns = Chat(model)
+    return turns.document(document), [turns.prompt(prompt) for prompt in prompts]
 
 
 def _shown(model: Model, prompt: str | npt.ArrayLike) -> str:

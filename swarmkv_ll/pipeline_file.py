@@ -413,8 +413,10 @@ def _read_text(path: str) -> str:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
             raise _UnreadableError("cannot be read: not a regular file")
         data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
-        raise _UnreadableError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise _UnreadableError(f"cannot be read: {error.strerror}") from None
+    except ValueError:  # a NUL, or what the file system's encoding does not have
+        raise _UnreadableError("cannot be read: no file can have this name") from None
     try:
         return data.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
