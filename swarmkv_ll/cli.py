@@ -16,15 +16,27 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
+from .cli_run import run
 from .cli_snapshot import snapshot
 from .errors import SwarmKVError
-from .terminal import duration, lines_of, loaded_model, out, path_of_model, progress_bar, read_text, sample, show
+from .terminal import (
+    duration,
+    lines_of,
+    loaded_model,
+    out,
+    path_of_model,
+    progress_bar,
+    ratio_table,
+    read_text,
+    sample,
+    show,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .fanout import FanOut
-    from .measure import Times
+    from .measure import Ratio, Times
     from .model import Model
 
 
@@ -46,6 +58,7 @@ def cli() -> None:
     """Prefill a document once, fork its KV state, answer from every branch."""
 
 
+cli.add_command(run)
 cli.add_command(snapshot)
 
 
@@ -142,7 +155,7 @@ def fanout(
         if compare:
             baseline = _answer(model, document, prompts, "reprefill", max_tokens, n_ctx, chat, quiet=True)
             ratios = _ratios(model, document, prompts, chat, result, baseline)
-            report["compare"] = {"reprefill": baseline.to_dict(), "ratios": [vars(ratio) for ratio in ratios]}
+            report["compare"] = {"reprefill": baseline.to_dict(), "ratios": [ratio.to_dict() for ratio in ratios]}
     if as_json:
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
         return
@@ -150,7 +163,7 @@ def fanout(
         show(_answers(result))
     show(_times(result, baseline))
     if compare:
-        show(Group("", _ratio_table(ratios, result.document_tokens)))
+        show(Group("", _judged(ratios, result.document_tokens)))
 
 
 def _answer(
@@ -251,11 +264,17 @@ _LEAST_TOKENS = 2000
 """Below this, a document's copies are so short that the cost of a call shows, and the targets do not apply."""
 
 
-class Ratio:
-    """A measured ratio beside what it should reach. `target` is None where there is none."""
-
-    def __init__(self, name: str, value: float, target: float | None, unit: str = "", at_most: bool = False) -> None:
-        self.name, self.value, self.target, self.unit, self.at_most = name, value, target, unit, at_most
+def _judged(ratios: list[Ratio], document_tokens: int) -> Table:
+    if document_tokens >= _LEAST_TOKENS:
+        return ratio_table(
+            ratios,
+            "wanted: for about 3,500 tokens, on a quiet machine; a bound is what the branch's own decode would give",
+        )
+    return ratio_table(
+        ratios,
+        f"not judged: the targets are for about 3,500 tokens; with {document_tokens:,} fixed costs show",
+        judged=False,
+    )
 
 
 def _ratios(
@@ -265,6 +284,7 @@ def _ratios(
     from . import measure
     from .arena import Arena
     from .fanout import document_and_prompts, prefill
+    from .measure import Ratio
 
     tokens, questions = document_and_prompts(model, document, prompts, chat)
     question = questions[0][-5:]
@@ -293,6 +313,8 @@ def _ratios(
 
 
 def _copy_ratios(copies: Times) -> list[Ratio]:
+    from .measure import Ratio
+
     return [
         Ratio("fork ÷ np.copyto of as many bytes", copies.ratio("copyto", "fork"), 0.95),
         Ratio("first fork in a new arena ÷ a warm one", copies.ratio("fork", "first_fork"), 0.75),
@@ -303,6 +325,8 @@ def _copy_ratios(copies: Times) -> list[Ratio]:
 
 
 def _branch_ratios(prefill_s: float, copies: Times, active: Times) -> list[Ratio]:
+    from .measure import Ratio
+
     bound, forked, held = (active.median(name) for name in ("bound", "forked", "held"))
 
     def end_to_end(n: int) -> float:
@@ -316,26 +340,6 @@ def _branch_ratios(prefill_s: float, copies: Times, active: Times) -> list[Ratio
         Ratio("2 branches, one token each, end to end (computed)", end_to_end(2), 1.95, "×"),
         Ratio("8 branches, one token each, end to end (computed)", end_to_end(8), 7.5, "×"),
     ]
-
-
-def _ratio_table(ratios: list[Ratio], document_tokens: int) -> Table:
-    judged = document_tokens >= _LEAST_TOKENS
-    table = Table(box=box.SIMPLE_HEAD, title="Measured in this run", title_justify="left", caption_justify="left")
-    table.caption = (
-        "wanted: for about 3,500 tokens, on a quiet machine; a bound is what the branch's own decode would give"
-        if judged
-        else f"not judged: the targets are for about 3,500 tokens; with {document_tokens:,} fixed costs show"
-    )
-    for name in ("ratio", "measured", "wanted", ""):
-        table.add_column(name, justify="left" if name in ("ratio", "") else "right", no_wrap=name != "ratio")
-    for ratio in ratios:
-        wanted, mark = "", ""
-        if ratio.target is not None:
-            wanted = f"{'≤' if ratio.at_most else '≥'} {ratio.target:g} {ratio.unit}".strip()
-            met = ratio.value <= ratio.target if ratio.at_most else ratio.value >= ratio.target
-            mark = "" if not judged else "[green]met[/]" if met else "[yellow]missed[/]"
-        table.add_row(ratio.name, f"{ratio.value:,.{2 if ratio.unit else 3}f} {ratio.unit}".strip(), wanted, mark)
-    return table
 
 
 # ── swarmkv doctor ───────────────────────────────────────────────────────────────────────────────────

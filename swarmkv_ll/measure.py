@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,32 @@ from .context import Context
 from .model import Tokens
 from .sampling import Sampler
 from .snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A measured ratio beside what it should reach; `target` is None where there is none.
+
+    `details` are what it was made of: seconds, bytes, other ways to take it.
+    """
+
+    name: str
+    value: float
+    target: float | None
+    unit: str = ""
+    at_most: bool = False
+    details: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether it reaches its target."""
+        if self.target is None:
+            return None
+        return self.value <= self.target if self.at_most else self.value >= self.target
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        return {**asdict(self), "met": self.met}
 
 
 class Times(dict[str, list[float]]):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Literal, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from .errors import InvalidArgumentError
 
@@ -53,8 +54,8 @@ class FairShare:
     """Every running branch gets a token in every batch; prompts and documents share one chunk beside them.
 
     Where there is not room for all, those go first that have had least, measured by their priority: with twice the
-    priority a branch gets twice the tokens, and none gets nothing. While there is a prompt or document to compute, it
-    gets at least half of a batch, and running branches the other half, so that neither waits for the other to end.
+    priority a branch gets twice the tokens, and none gets nothing. Prompts and documents, as far as they have use for
+    it, get at least half of a batch, and running branches the other half, so that neither waits for the other to end.
 
     Parameters
     ----------
@@ -73,33 +74,44 @@ class FairShare:
         self.chunk, self.cap, self.max_branches = chunk, cap, max_branches
         # Tokens had, divided by the priority; apart for tokens of running branches and for the others.
         self._had: tuple[WeakKeyDictionary[Work, float], ...] = (WeakKeyDictionary(), WeakKeyDictionary())
+        self._passed: WeakSet[Work] = WeakSet()  # who got nothing last time, but prompts did
+        self._one = itertools.cycle((0, 1))  # of batches of one token, running branches get every second
 
     def choose(self, work: Sequence[Work], room: int) -> list[int]:
         grants = dict.fromkeys(range(len(work)), 0)
         running = self._in_turn(work, [i for i, w in enumerate(work) if w.kind == "decode"])
         others = self._in_turn(work, [i for i, w in enumerate(work) if w.kind != "decode"])
-        most = room if not others else max(1, room // 2) if room > 1 else 0
+        cap = self.cap or room
+        half = room // 2 if room > 1 or not (running and others) else next(self._one)
+        wanted = sum(min(work[i].n_tokens, cap) for i in others)
+        most = room - min(room - half, self.chunk, wanted)
         for i in running[: min(most, self.max_branches or most)]:
             grants[i] = 1
         left = min(self.chunk, room - sum(grants.values()))
-        whole = left
+        whole = min(left, cap)
         for i in others:
-            wanted, limit = work[i].n_tokens, min(left, self.cap or left)
-            grants[i] = _piece(wanted, limit, whole) if work[i].kind == "prefill" else min(wanted, limit)
+            n, limit = work[i].n_tokens, min(left, cap)
+            grants[i] = _piece(n, limit, whole) if work[i].kind == "prefill" else min(n, limit)
             left -= grants[i]
+        joined = any(work[i].kind == "prompt" and grants[i] for i in others)
+        self._passed = WeakSet(work[i] for i in others if joined and not grants[i])
         for i, n in grants.items():
             self._had[work[i].kind == "decode"][work[i]] += n / work[i].priority
         return list(grants.values())
 
     def _in_turn(self, work: Sequence[Work], indices: list[int]) -> list[int]:
-        """Those that have had least come first; a newcomer is as if it had had what the least of them has had."""
+        """Those that have had least come first; a newcomer is as if it had had what the least of them has had.
+
+        Of equals, prompts come before documents, but not twice in a row before one that then got nothing: with a
+        newcomer in every batch it would never go on.
+        """
         if not indices:
             return []
         had = self._had[work[indices[0]].kind == "decode"]
         least = min((had[work[i]] for i in indices if work[i] in had), default=0.0)
         for i in indices:
             had.setdefault(work[i], least)
-        return sorted(indices, key=lambda i: (had[work[i]], work[i].kind == "prefill"))
+        return sorted(indices, key=lambda i: (had[work[i]], work[i].kind == "prefill" and work[i] not in self._passed))
 
 
 def _piece(wanted: int, limit: int, whole: int) -> int:

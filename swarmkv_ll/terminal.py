@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from .default_model import fetch_default_model, find_default_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from .measure import Ratio
     from .model import Model
 
 err = Console(stderr=True)
@@ -71,6 +74,21 @@ def show(renderable: Any) -> None:
     text = StringIO()
     Console(width=100_000, file=text).print(renderable)
     click.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+
+
+def ratio_table(ratios: Sequence[Ratio], caption: str, *, judged: bool = True) -> Table:
+    """Ratios beside what they should reach."""
+    table = Table(box=box.SIMPLE_HEAD, title="Measured in this run", title_justify="left", caption_justify="left")
+    table.caption = caption
+    for name in ("ratio", "measured", "wanted", ""):
+        table.add_column(name, justify="left" if name in ("ratio", "") else "right", no_wrap=name != "ratio")
+    for ratio in ratios:
+        wanted, mark = "", ""
+        if ratio.target is not None:
+            wanted = f"{'≤' if ratio.at_most else '≥'} {ratio.target:g} {ratio.unit}".strip()
+            mark = "" if not judged else "[green]met[/]" if ratio.met else "[yellow]missed[/]"
+        table.add_row(ratio.name, f"{ratio.value:,.{2 if ratio.unit else 3}f} {ratio.unit}".strip(), wanted, mark)
+    return table
 
 
 def read_text(path: str) -> str:

@@ -174,9 +174,7 @@ class Timeline:
             Another kind of picture.
         OSError
         """
-        kind = os.path.splitext(os.fspath(path))[1].lower()
-        if kind not in ENDINGS:
-            raise InvalidArgumentError(f"a picture should end in {', '.join(ENDINGS)}: {os.fspath(path)}")
+        kind = check_picture(path)
         from matplotlib import rc_context
 
         dateless = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
@@ -185,6 +183,14 @@ class Timeline:
             drawn, image = figure(self), BytesIO()
             drawn.savefig(image, format=kind[1:], dpi=_DPI, metadata=dateless.get(kind))
         _write(path, image.getvalue())
+
+
+def check_picture(path: str | os.PathLike[str]) -> str:
+    """The ending of a picture's path, if it can be written; before there is anything to draw."""
+    kind = os.path.splitext(os.fspath(path))[1].lower()
+    if kind not in ENDINGS:
+        raise InvalidArgumentError(f"a picture should end in {', '.join(ENDINGS)}: {os.fspath(path)}")
+    return kind
 
 
 def merge(spans: Iterable[Span], gap: float) -> list[Span]:

@@ -33,6 +33,7 @@ ORDER = [
     ["snapshot"],
     ["batching", "fanout", "interop"],
     ["measure", "pipeline"],
+    ["pipeline_measure"],
     ["doctor", "terminal"],
     ["cli_run", "cli_snapshot"],
     ["cli"],

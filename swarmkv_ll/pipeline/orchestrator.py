@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import queue
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..dag import dependents
@@ -37,8 +40,10 @@ class Orchestrator:
 
     Notes
     -----
-    All three are called by the thread that is in `run`. `done`, `failed`, `progress` and `cancel` may be called from
-    any; of several that end a node the first counts.
+    `done`, `failed`, `progress` and `cancel` may be called from any thread; of several that end a node the first counts.
+    When one of the first three returns, what was only waiting for it has been started: an engine that reports progress
+    between two batches has the newcomers in its next one. So `start`, `stop` and `skip` are called by the threads that
+    report, one at a time.
     """
 
     def __init__(
@@ -52,35 +57,51 @@ class Orchestrator:
         self._dependents = dependents(graph)
         self._lacks = {name: dict(needs) for name, needs in graph.items()}
         self._begun: set[str] = set()
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._events: deque[Callable[[], None]] = deque()
+        self._handling, self._lock = False, threading.RLock()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread that is in `run`
         self.outcomes: dict[str, Outcome] = {}
 
     # ── told from any thread ─────────────────────────────────────────────────────────────────────────
 
     def done(self, name: str, value: Any) -> None:
         """A node has ended, with this result."""
-        self._events.put(lambda: self._settle(name, Outcome(value)))
+        self._handle(lambda: self._settle(name, Outcome(value)))
 
     def failed(self, name: str, error: BaseException) -> None:
         """A node has ended with an error."""
-        self._events.put(lambda: self._settle(name, Outcome(error=error)))
+        self._handle(lambda: self._settle(name, Outcome(error=error)))
 
     def progress(self, name: str, amount: int) -> None:
         """A node has come so far."""
-        self._events.put(lambda: self._advance(name, amount))
+        self._handle(lambda: self._advance(name, amount))
 
     def cancel(self, name: str | None = None) -> None:
         """End a node, or all of them, before it is done."""
-        self._events.put(lambda: self._cancel(self._graph if name is None else (name,)))
+        self._orders.put(lambda: self._cancel(self._graph if name is None else (name,)))
 
-    # ── the thread that runs it ──────────────────────────────────────────────────────────────────────
+    def _handle(self, event: Callable[[], None]) -> None:
+        self._events.append(event)
+        with self._lock:
+            if self._handling:
+                return  # called by something that is started or stopped just now: handled when that has returned
+            self._handling = True
+            try:
+                while self._events:
+                    self._events.popleft()()
+            finally:
+                self._handling = False
+            if len(self.outcomes) == len(self._graph):
+                self._orders.put(lambda: None)
+
+    # ── the thread that waits for it ─────────────────────────────────────────────────────────────────
 
     def run(self) -> dict[str, Outcome]:
         """Run every node; returns when each has ended, one way or the other."""
         for name in self._graph:
-            self._begin_if_ready(name)
+            self._handle(partial(self._begin_if_ready, name))
         while len(self.outcomes) < len(self._graph):
-            self._events.get()()
+            self._handle(self._orders.get())
         return self.outcomes
 
     def _begin_if_ready(self, name: str) -> None:

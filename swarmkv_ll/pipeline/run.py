@@ -230,6 +230,7 @@ class Run:
         self.nodes = {name: NodeResult(name, _kind(node)) for name, node in self._plan.nodes.items()}
         self._result = PipelineResult(pipeline.model.path.name, pipeline.strategy, self.nodes, begun=self._begun)
         self._texts: list[tuple[str, str]] = []
+        self._text = dict.fromkeys(self.nodes, "")
         self._telling = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
         self._error: BaseException | None = None
@@ -257,6 +258,10 @@ class Run:
         if self._error is not None:
             raise self._error
         return self._result
+
+    def text(self, name: str) -> str:
+        """A branch's answer as far as it has come."""
+        return self._text[name]
 
     def cancel(self, name: str | None = None) -> None:
         """End a node, or all: its cells are free when the batch that is being computed is done.
@@ -397,6 +402,7 @@ class Run:
         """An answer has grown."""
         with self._telling:
             self._texts.append((name, text))
+            self._text[name] += text
             if self._on_token:
                 self._on_token(name, text)
         self._news()
