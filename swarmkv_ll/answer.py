@@ -60,9 +60,11 @@ class Answer:
 
     def close(self) -> None:
         """Tell what is left of a character that was never completed, and let go of the sampler."""
-        self._add(self._decoder.decode(b"", final=True))
-        self._decoder.reset()
-        self._sampler.close()
+        try:
+            self._add(self._decoder.decode(b"", final=True))
+        finally:
+            self._decoder.reset()
+            self._sampler.close()
 
     def _add(self, text: str) -> None:
         self.text += text

@@ -6,6 +6,8 @@ with how many tokens, is for a policy to say (`swarmkv_ll.policy`).
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -27,11 +29,12 @@ from .errors import (
     InvalidArgumentError,
     NodeCancelledError,
     NodeTimeoutError,
+    ReentrantCallError,
     SwarmKVError,
     UpstreamError,
 )
 from .model import Tokens
-from .policy import FairShare, Kind, Policy
+from .policy import TILE, FairShare, Kind, Policy
 from .sampling import Sampler
 
 OnBegin = Callable[[Any], None]
@@ -87,6 +90,7 @@ class Job:
 
     def __init__(self, name: str, tokens: Tokens, priority: float, uses: int, on_begin: OnBegin | None) -> None:
         self.name, self.priority, self.future = name, priority, Future[Any]()
+        self.future.set_running_or_notify_cancel()  # `BatchedDecoder.cancel` ends a job, not `Future.cancel`
         self._on_begin = on_begin
         self.begun = self.fork_s = 0.0
         self._tokens, self._at, self._uses = tokens, 0, uses
@@ -190,6 +194,7 @@ class BatchedDecoder:
     Attributes
     ----------
     steps : list of Step
+        Of all batches so far; clear it where that is not wanted.
 
     Notes
     -----
@@ -211,6 +216,8 @@ class BatchedDecoder:
         self._running: list[Prefix | Branch] = []
         self._commands: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
+        self._inside: int | None = None  # thread that holds it
+        self._later: list[int | None] = []  # sequences to be freed when no document's cells are held any more
         self._cuttable = ctx.model.capabilities.attention_only
         self._tiled = ctx.flash_attn and not state.parts(ctx).cell_extension
 
@@ -284,6 +291,11 @@ class BatchedDecoder:
             raise InvalidArgumentError(
                 f"there should be a prompt and an answer: {len(checked)} and {max_tokens} tokens"
             )
+        for what, value in (("priority", priority), ("time_limit", time_limit)):
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidArgumentError(f"{what} should be above 0, is {value}")
+        if n_prefix is not None and not isinstance(after, Prefix):
+            raise InvalidArgumentError(f"n_prefix is of a document; {after.name} is a branch")
         answer = Answer(self.ctx.model, sampler or Sampler(), max_tokens, tell)
         return self._post(
             Branch(name, checked, priority, uses, after, n_prefix, answer, max_tokens, time_limit, on_begin)
@@ -321,8 +333,10 @@ class BatchedDecoder:
     def _drain(self) -> None:
         while self._commands and self._lock.acquire(blocking=False):
             try:
+                self._inside = threading.get_ident()
                 self._obey()
             finally:
+                self._inside = None
                 self._lock.release()
 
     def _obey(self) -> None:
@@ -340,12 +354,26 @@ class BatchedDecoder:
         """Compute one engine batch. False if there was nothing to compute.
 
         What goes wrong with a job is told by its `future`; others go on.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The policy gave what it should not. Nothing was computed.
+        ReentrantCallError
+            Called by a callback of a step.
         """
-        with self._lock:
-            self._obey()
-            worked = self._step()
-        self._drain()  # what came in meanwhile
-        return worked
+        if self._inside == threading.get_ident():
+            raise ReentrantCallError("decoder")
+        try:
+            with self._lock:
+                try:
+                    self._inside = threading.get_ident()
+                    self._obey()
+                    return self._step()
+                finally:
+                    self._inside = None
+        finally:
+            self._drain()  # what came in meanwhile
 
     def _step(self) -> bool:
         begin = perf_counter()
@@ -357,21 +385,27 @@ class BatchedDecoder:
         grants = self._choose(work)
         chosen = [(job, n) for job, n in zip(work, grants, strict=True) if n]
         chosen.sort(key=lambda pair: pair[0].kind != "prefill")  # documents first: see `_begin_prefix`
-        for job, n in chosen:
-            if isinstance(job, Prefix) and job._filler is not None:
-                self.ctx.remove(job._filler, job._at, job._at + n)
         batch = [(job._tokens[job._at : job._at + n], _seq_of(job)) for job, n in chosen]
         parts = tuple(Part(job.name, job.kind, n) for job, n in chosen)
         decode_begin = perf_counter()
         try:
+            for job, n in chosen:
+                if isinstance(job, Prefix) and job._filler is not None:
+                    self.ctx.remove(job._filler, job._at, job._at + n)
             self.ctx.decode_batch(batch)
+            decode_end = perf_counter()
+            sample_s = self._take_in(chosen)
         except BaseException as error:
             for job, _ in chosen:
                 self._fail(job, error)
             if not isinstance(error, SwarmKVError):
                 raise
             return True
-        decode_end = perf_counter()
+        self.steps.append(Step(begin, decode_begin, decode_end, perf_counter(), sample_s, parts))
+        return True
+
+    def _take_in(self, chosen: list[tuple[Prefix | Branch, int]]) -> float:
+        """What a batch gave; seconds spent in choosing tokens."""
         sample_s = 0.0
         for job, n in chosen:
             job._at += n
@@ -384,13 +418,16 @@ class BatchedDecoder:
                     sample_s += perf_counter() - sample_begin
             except Exception as error:  # of a sampler or a callback of the caller's
                 self._fail(job, error)
-        self.steps.append(Step(begin, decode_begin, decode_end, perf_counter(), sample_s, parts))
-        return True
+        return sample_s
 
     def _choose(self, work: list[Prefix | Branch]) -> list[int]:
         room = self.ctx._n_piece
         grants = list(self.policy.choose(work, room))
-        wrong = len(grants) != len(work) or any(not 0 <= n <= w.n_tokens for n, w in zip(grants, work, strict=False))
+        with suppress(TypeError):  # what is no integer is wrong
+            grants = [operator.index(n) for n in grants]
+        wrong = len(grants) != len(work) or any(
+            not isinstance(n, int) or not 0 <= n <= w.n_tokens for n, w in zip(grants, work, strict=False)
+        )
         if wrong or not 0 < sum(grants) <= room:
             raise InvalidArgumentError(
                 f"a policy should give 1 to {room} tokens in all, of {[w.n_tokens for w in work]}; it gave {grants}"
@@ -423,6 +460,12 @@ class BatchedDecoder:
 
     def _admit(self) -> None:
         """Let those that wait begin, in order, as far as there are sequences and cells."""
+        n_waiting = -1
+        while len(self._waiting) != n_waiting and not (self._running and n_waiting >= 0):
+            n_waiting = len(self._waiting)
+            self._admit_once()  # once more if all that came of it was a failure: others may have waited for that
+
+    def _admit_once(self) -> None:
         blocked = None
         for job in list(self._waiting):
             if not self._ready(job):
@@ -431,14 +474,24 @@ class BatchedDecoder:
                 self._waiting.remove(job)
                 try:
                     self._begin(job)
-                except Exception as error:  # a callback's, too
+                except BaseException as error:  # a callback's, too
                     self._fail(job, error)
+                    if not isinstance(error, Exception):
+                        raise
             elif self._running:
                 return  # nobody passes by
             else:
                 blocked = blocked or job
         if blocked and not self._running:  # nothing will ever make room
-            self._fail(blocked, ContextFullError(blocked._n_needed, self._cells_left(), self.ctx.n_ctx))
+            n_seqs, n_free = self._n_seqs(blocked), len(self._free)
+            self._fail(
+                blocked,
+                ContextFullError(blocked._n_needed, self._cells_left(), self.ctx.n_ctx)
+                if n_seqs <= n_free
+                else InvalidArgumentError(
+                    f"{blocked.name} takes {n_seqs} sequences; {n_free} of {self.ctx.n_seq_max} are free"
+                ),
+            )
 
     def _ready(self, job: Prefix | Branch) -> bool:
         """Whether what a branch goes on from has come so far."""
@@ -448,16 +501,24 @@ class BatchedDecoder:
         if after.future.done():
             error = after.future.exception()
             if error:
-                self._fail(job, UpstreamError(after.name, error))
+                root = error if isinstance(error, UpstreamError) else UpstreamError(after.name, error)
+                self._fail(job, root)
             return error is None
         return isinstance(after, Prefix) and job._n_prefix is not None and after.watermark >= job._n_prefix
 
     def _fits(self, job: Prefix | Branch) -> bool:
-        if isinstance(job, Prefix):
-            n_seqs = 2 if self._cuttable else len(job._borders)
-        else:
-            n_seqs = 0 if self._takes_over(job) else 1
-        return n_seqs <= len(self._free) and job._n_needed <= self._cells_left()
+        return self._n_seqs(job) <= len(self._free) and job._n_needed <= self._cells_left()
+
+    def _n_seqs(self, job: Prefix | Branch) -> int:
+        """Sequences it takes."""
+        if isinstance(job, Branch):
+            return 0 if self._takes_over(job) else 1
+        return 1 + self._kept_together(job) if self._cuttable else len(job._borders)
+
+    def _kept_together(self, job: Prefix) -> bool:
+        """Whether a sequence of zeros has to hold this document's cells, because branches may run meanwhile."""
+        others = any(isinstance(other, Prefix) and other is not job for other in self._waiting)
+        return self._tiled and bool(len(job._borders) > 1 or self._running or others)
 
     def _cells_left(self) -> int:
         """Cells that nobody holds or was promised."""
@@ -468,6 +529,8 @@ class BatchedDecoder:
     def _takes_over(self, job: Branch) -> bool:
         """Whether nobody else will go on from where this branch begins, so that it can have the sequence itself."""
         after = job._after
+        if isinstance(after, Prefix) and self._guarding:
+            return False  # see `_free_sequences`
         return after._uses == 1 and after.future.done() and job._n_prefix in (None, len(after._tokens))
 
     def _begin(self, job: Prefix | Branch) -> None:
@@ -484,16 +547,17 @@ class BatchedDecoder:
 
     def _begin_prefix(self, job: Prefix) -> None:
         job._seq = self._free.pop()
-        inner = job._borders[:-1]
         if not self._cuttable:
-            job._parked = {border: self._free.pop() for border in inner}
-        elif self._tiled and (inner or self._running or any(isinstance(other, Prefix) for other in self._waiting)):
-            # Branches will run meanwhile. The engine gives a token the first free cell, and its flash attention sums
-            # over tiles of cells: with another's cells between a document's own, its K and V would come out rounded
-            # otherwise. So a sequence of zeros holds the document's cells until its own tokens, which stand first in
-            # each batch, take them, and it lies there as if it were alone.
+            job._parked = {border: self._free.pop() for border in job._borders[:-1]}
+        elif self._kept_together(job):
+            # The engine gives a token the first free cell, and its flash attention sums over tiles of cells: with
+            # another's cells between a document's own, its K and V would come out rounded otherwise. So a sequence of
+            # zeros holds the document's cells until its own tokens, which stand first in each batch, take them. It
+            # lies there as if it were alone, if it begins where a tile does: the next one will, by what is held here.
+            n_cells = len(job._tokens)
+            padded = n_cells + -n_cells % TILE
             job._filler = self._free.pop()
-            state.occupy(self.ctx, job._filler, len(job._tokens))
+            state.occupy(self.ctx, job._filler, padded if padded <= self._cells_left() else n_cells)
 
     def _begin_branch(self, job: Branch) -> None:
         after, n = job._after, job._n_prefix
@@ -537,20 +601,27 @@ class BatchedDecoder:
         """Free what a job that is done holds: all of it if nobody will go on from it."""
         if not job.future.done():
             return
-        done = []
-        if isinstance(job, Prefix):
-            done, job._filler = [job._filler], None
-            if job._uses <= 0:
-                done += job._parked.values()
-                job._parked = {}
+        seqs = []
         if job._uses <= 0:
-            done.append(job._seq)
-            job._seq = None
-        for seq in done:
+            seqs, job._seq = [job._seq], None
+        if isinstance(job, Prefix):
+            seqs, job._filler = [*seqs, job._filler], None
+            if job._uses <= 0:
+                seqs, job._parked = [*seqs, *job._parked.values()], {}
+            self._later += seqs
+            if self._guarding:  # a document that came after it would come to lie in its cells
+                return
+            seqs, self._later = self._later, []
+        for seq in seqs:
             if seq is not None:
                 with suppress(ClosedError):  # with its context the cells are gone too
                     self.ctx.remove(seq)
                 self._free.append(seq)
+
+    @property
+    def _guarding(self) -> bool:
+        """Whether cells are held for a document that is being computed."""
+        return any(isinstance(job, Prefix) and job._filler is not None for job in self._running)
 
 
 def _seq_of(job: Job) -> int:

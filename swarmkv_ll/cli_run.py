@@ -143,7 +143,8 @@ def _what(node: NodeResult, run: Run) -> Any:
     if node.error is not None:
         return Text(str(node.error), "red")
     text = " ".join((run.text(node.name) if node.kind == "branch" else node.text).split())
-    return Text(text[-200:] if node.state == "running" else text)
+    room = max(8, out.width - 38)
+    return Text(f"…{text[-room:]}" if node.state == "running" and len(text) > room else text)
 
 
 # ── at the end ───────────────────────────────────────────────────────────────────────────────────────

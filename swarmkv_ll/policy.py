@@ -6,14 +6,17 @@ import itertools
 import operator
 from collections.abc import Sequence
 from typing import Literal, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from .errors import InvalidArgumentError
 
 Kind = Literal["decode", "prompt", "prefill"]
+KINDS: tuple[Kind, ...] = ("decode", "prompt", "prefill")
 
 TILE = 64
-"""Tokens from which on the engine's flash attention on the CPU computes in tiles (`ops.cpp`, GGML_FA_TILE_Q).
+"""Tokens from which on the engine's flash attention on the CPU computes in tiles, and cells in one of those.
+
+(`use_tiled` in `ggml-cpu/ops.cpp`, GGML_FA_TILE_Q and GGML_FA_TILE_KV in `ggml-cpu/common.h` of the pinned source.)
 
 A document's K and V come out the same, bit for bit, however it is cut, as long as no batch has fewer.
 """
@@ -56,6 +59,7 @@ class FairShare:
     Where there is not room for all, those go first that have had least, measured by their priority: with twice the
     priority a branch gets twice the tokens, and none gets nothing. Prompts and documents, as far as they have use for
     it, get at least half of a batch, and running branches the other half, so that neither waits for the other to end.
+    Of the chunk, prompts come first; documents after a batch in which they got nothing.
 
     Parameters
     ----------
@@ -72,46 +76,48 @@ class FairShare:
             if value is not None and operator.index(value) < 1:
                 raise InvalidArgumentError(f"{name} should be at least 1, is {value}")
         self.chunk, self.cap, self.max_branches = chunk, cap, max_branches
-        # Tokens had, divided by the priority; apart for tokens of running branches and for the others.
-        self._had: tuple[WeakKeyDictionary[Work, float], ...] = (WeakKeyDictionary(), WeakKeyDictionary())
-        self._passed: WeakSet[Work] = WeakSet()  # who got nothing last time, but prompts did
+        # By kind: tokens had, divided by the priority; and what each would have had, had all had the same.
+        self._had: dict[Kind, WeakKeyDictionary[Work, float]] = {kind: WeakKeyDictionary() for kind in KINDS}
+        self._fair: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        self._documents_first = False
         self._one = itertools.cycle((0, 1))  # of batches of one token, running branches get every second
 
     def choose(self, work: Sequence[Work], room: int) -> list[int]:
-        grants = dict.fromkeys(range(len(work)), 0)
-        running = self._in_turn(work, [i for i, w in enumerate(work) if w.kind == "decode"])
-        others = self._in_turn(work, [i for i, w in enumerate(work) if w.kind != "decode"])
+        grants = [0] * len(work)
+        running, prompts, documents = (self._in_turn(work, kind) for kind in KINDS)
+        others = [*documents, *prompts] if self._documents_first else [*prompts, *documents]
         cap = self.cap or room
         half = room // 2 if room > 1 or not (running and others) else next(self._one)
-        wanted = sum(min(work[i].n_tokens, cap) for i in others)
-        most = room - min(room - half, self.chunk, wanted)
+        most = room - min(room - half, self.chunk, sum(min(work[i].n_tokens, cap) for i in others))
         for i in running[: min(most, self.max_branches or most)]:
             grants[i] = 1
-        left = min(self.chunk, room - sum(grants.values()))
+        left = min(self.chunk, room - sum(grants))
         whole = min(left, cap)
         for i in others:
             n, limit = work[i].n_tokens, min(left, cap)
             grants[i] = _piece(n, limit, whole) if work[i].kind == "prefill" else min(n, limit)
             left -= grants[i]
-        joined = any(work[i].kind == "prompt" and grants[i] for i in others)
-        self._passed = WeakSet(work[i] for i in others if joined and not grants[i])
-        for i, n in grants.items():
-            self._had[work[i].kind == "decode"][work[i]] += n / work[i].priority
-        return list(grants.values())
+        self._documents_first = any(grants[i] for i in prompts) and not any(grants[i] for i in documents)
+        for indices in filter(None, (running, prompts, documents)):
+            kind = work[indices[0]].kind
+            for i in indices:
+                self._had[kind][work[i]] += grants[i] / work[i].priority
+            self._fair[kind] += sum(grants[i] for i in indices) / sum(work[i].priority for i in indices)
+        return grants
 
-    def _in_turn(self, work: Sequence[Work], indices: list[int]) -> list[int]:
-        """Those that have had least come first; a newcomer is as if it had had what the least of them has had.
+    def _in_turn(self, work: Sequence[Work], kind: Kind) -> list[int]:
+        """Those of a kind, who had least first. A newcomer is as if it had had what is fair.
 
-        Of equals, prompts come before documents, but not twice in a row before one that then got nothing: with a
-        newcomer in every batch it would never go on.
+        That also moves on with what those had that have left: else one that had something would wait behind ever new
+        ones, if these come as fast as they leave.
         """
-        if not indices:
-            return []
-        had = self._had[work[indices[0]].kind == "decode"]
-        least = min((had[work[i]] for i in indices if work[i] in had), default=0.0)
+        indices, had = [i for i, w in enumerate(work) if w.kind == kind], self._had[kind]
+        known = [had[work[i]] for i in indices if work[i] in had]
+        if known:
+            self._fair[kind] = min(max(self._fair[kind], min(known)), max(known))
         for i in indices:
-            had.setdefault(work[i], least)
-        return sorted(indices, key=lambda i: (had[work[i]], work[i].kind == "prefill" and work[i] not in self._passed))
+            had.setdefault(work[i], self._fair[kind])
+        return sorted(indices, key=lambda i: had[work[i]])
 
 
 def _piece(wanted: int, limit: int, whole: int) -> int:

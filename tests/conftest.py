@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,11 @@ from helpers import Files, Models
 
 if TYPE_CHECKING:
     from swarmkv_ll import Arena, Model
+
+
+def pytest_configure() -> None:
+    """Have Ctrl-C work, here and in processes that tests start, also where a shell runs this in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..answer import Answer
 from ..arena import ALIGNMENT, Arena
+from ..budget import HEADROOM
 from ..context import Context
 from ..errors import NodeCancelledError, NodeTimeoutError
 from ..fanout import N_BATCH
@@ -49,12 +50,13 @@ def arena_bytes(model: Model, plan: Plan) -> int:
             probe.decode([token])
             sizes.append(probe.state_size())
     a_token = sizes[1] - sizes[0]
-    lengths = []
+    lengths, filled = [], plan.filled
     for name, n_prefix in plan.uses:
         if name in plan.documents:
             lengths.append(len(plan.documents[name]) if n_prefix is None else n_prefix)
         else:
-            lengths.append(plan.branches[name].n_before + plan.branches[name].n_own)
+            planned = plan.branches[name]
+            lengths.append(planned.n_before + planned.n_own + (HEADROOM if name in filled else 0))
     return sum(-(-(sizes[0] + (n - 1) * a_token) // ALIGNMENT) * ALIGNMENT for n in lengths)
 
 
@@ -134,6 +136,8 @@ class IsolatedExecutor:
 
         def run(ctx: Context, held: _Held) -> None:
             try:
+                if self._cancelled[name].is_set() and name in self._plan.branches:
+                    self.skip(name)
                 self._check(name)
                 self._reports.begun(name, perf_counter())
                 work(ctx, held)
@@ -214,7 +218,11 @@ class IsolatedExecutor:
             with self._span(key[0], "export", ctx.position()):
                 state = _State(ctx.snapshot(self._arena, tokens=tokens), pending)
             with self._lock:
-                self._states[key] = state
+                wanted = self._uses[key] > 0
+                if wanted:
+                    self._states[key] = state
+            if not wanted:  # meanwhile they were all skipped
+                state.snapshot.release()
 
     def _let_go(self, key: _Key) -> None:
         """One that goes on from there less."""

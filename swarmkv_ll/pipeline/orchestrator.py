@@ -60,6 +60,7 @@ class Orchestrator:
         self._events: deque[Callable[[], None]] = deque()
         self._handling, self._lock = False, threading.RLock()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread that is in `run`
+        self._broken: BaseException | None = None
         self.outcomes: dict[str, Outcome] = {}
 
     # ── told from any thread ─────────────────────────────────────────────────────────────────────────
@@ -89,19 +90,27 @@ class Orchestrator:
             try:
                 while self._events:
                     self._events.popleft()()
+            except BaseException as error:  # of `stop` or `skip`: nobody is to wait for what may never come
+                self._broken = error
             finally:
                 self._handling = False
-            if len(self.outcomes) == len(self._graph):
+            if self._over:
                 self._orders.put(lambda: None)
+
+    @property
+    def _over(self) -> bool:
+        return self._broken is not None or len(self.outcomes) == len(self._graph)
 
     # ── the thread that waits for it ─────────────────────────────────────────────────────────────────
 
     def run(self) -> dict[str, Outcome]:
-        """Run every node; returns when each has ended, one way or the other."""
+        """Run every node; returns when each has ended, one way or the other. Raises what `stop` or `skip` raised."""
         for name in self._graph:
             self._handle(partial(self._begin_if_ready, name))
-        while len(self.outcomes) < len(self._graph):
+        while not self._over:
             self._handle(self._orders.get())
+        if self._broken is not None:
+            raise self._broken
         return self.outcomes
 
     def _begin_if_ready(self, name: str) -> None:
@@ -111,7 +120,7 @@ class Orchestrator:
         results = {other: self.outcomes[other].value for other in self._graph[name] if other in self.outcomes}
         try:
             self._start(name, results)
-        except Exception as error:
+        except BaseException as error:  # SystemExit of the caller's, too
             self._settle(name, Outcome(error=error))
 
     def _settle(self, name: str, outcome: Outcome) -> None:

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,13 +26,16 @@ from ..errors import (
 )
 from ..model import Model, Tokens
 from ..pipeline_file import fill, placeholders
-from .nodes import BranchNode, Node, PrefillNode
+from .nodes import BranchNode, FunctionNode, Node, PrefillNode
 
 Strategy = Literal["shared", "snapshot"]
 STRATEGIES: tuple[Strategy, ...] = ("shared", "snapshot")
 
 MAX_BRANCHES = 64
 """Branches at once in one context, where nothing else is asked for."""
+
+MAX_THREADS = 512
+"""Of a context: the engine's limit."""
 
 Nodes = Mapping[str, Node | PrefillNode | BranchNode] | Iterable[tuple[str, Node | PrefillNode | BranchNode]]
 
@@ -108,6 +111,19 @@ class Plan:
         return sorted(own, reverse=True) or [0]
 
     @property
+    def filled(self) -> set[str]:
+        """Branches that begin behind texts of other nodes, or hold some: they may be longer than planned, by `HEADROOM`.
+
+        What a text's tokens are, cut anew, is not known before: where an answer breaks a character off, they are more.
+        """
+        filled: set[str] = set()
+        for name, branch in self.branches.items():
+            prompt = self.nodes[name].prompt
+            if branch.after in filled or (isinstance(prompt, str) and placeholders(prompt)):
+                filled.add(name)
+        return filled
+
+    @property
     def n_longest(self) -> int:
         """Tokens of the longest sequence."""
         paths = [branch.n_before + branch.n_own for branch in self.branches.values()]
@@ -139,7 +155,10 @@ class Texts:
         if not isinstance(prompt, str):
             if self._chat:
                 raise InvalidArgumentError("with chat=True, documents and prompts should be text")
-            return self._model.check_tokens(prompt)
+            tokens = self._model.check_tokens(prompt)
+            if not len(tokens):
+                raise InvalidArgumentError("the prompt holds no tokens")
+            return tokens
         if not prompt.strip():
             raise InvalidArgumentError("the prompt holds no text")
         if self._chat:
@@ -164,9 +183,18 @@ def make_plan(nodes: Nodes, texts: Texts, n_ctx: int) -> Plan:
 
 
 def depends_on(node: Any) -> tuple[str, ...]:
-    """A node's dependencies as a tuple of names."""
-    names = node.depends_on
-    return (names,) if isinstance(names, str) else tuple(names)
+    """A node's dependencies as a tuple of names.
+
+    Raises
+    ------
+    TypeError
+        They are none, or in no order, or can be read only once.
+    """
+    given = node.depends_on
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"depends_on should be names of nodes, is {given!r}")
+    return tuple(names)
 
 
 class _Planner:
@@ -181,7 +209,8 @@ class _Planner:
             self.problems.append(PipelineError("there should be at least one node"))
         tangled = dag.check(self.edges)
         self.problems += tangled
-        order = list(self.edges) if tangled else dag.order(self.edges)
+        # Of a graph without an order documents come first: their lengths are needed.
+        order = dag.order(self.edges) if not tangled else sorted(self.edges, key=self._is_no_document)
         self.plan.nodes = {name: self.nodes[name] for name in order}
         for name in order:
             node = self.nodes[name]
@@ -212,17 +241,21 @@ class _Planner:
             )
         elif name in self.nodes:
             self.problems.append(DuplicateNodeError(name))
-        elif not isinstance(node, Node | PrefillNode | BranchNode):
-            self._problem(name, "run", f"{type(node).__name__} is no node: it has no depends_on, or no run(results)")
         else:
             self.nodes[name], self.edges[name] = node, ()
             try:
-                names = depends_on(node)
-                if not all(isinstance(other, str) for other in names):
-                    raise TypeError
-                self.edges[name] = names
-            except TypeError:
-                self._problem(name, "depends_on", f"depends_on should be names of nodes, is {node.depends_on!r}")
+                if isinstance(node, Node | PrefillNode | BranchNode):
+                    self.edges[name] = depends_on(node)
+                else:
+                    what = f"{type(node).__name__} is no node: it has no depends_on, or no run(results)"
+                    self._problem(name, "run", what)
+            except Exception as error:  # of a property of the caller's, too
+                self._problem(name, "depends_on", str(error) or repr(error))
+            if isinstance(node, FunctionNode) and not callable(node.function):
+                self._problem(name, "function", f"function should be callable, is {type(node.function).__name__}")
+
+    def _is_no_document(self, name: str) -> bool:
+        return not isinstance(self.nodes[name], PrefillNode)
 
     def _document(self, name: str, node: PrefillNode) -> None:
         self.plan.documents[name] = np.empty(0, np.int32)

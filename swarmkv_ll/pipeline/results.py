@@ -205,6 +205,8 @@ class PipelineResult(Mapping[str, NodeResult]):
                 until = node.begun_s if node.begun_s is not None else node.ended_s
                 if until is not None and until > node.ready_s:
                     spans.append(Span(node.name, "wait", node.ready_s, until))
+            if node.kind == "function" and node.begun_s is not None and node.ended_s is not None:
+                spans.append(Span(node.name, "run", node.begun_s, node.ended_s))
         batches = []
         for step in self.steps:
             begin, end = step.decode_begin - self.begun, step.decode_end - self.begun

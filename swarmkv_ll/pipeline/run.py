@@ -23,6 +23,7 @@ from ..errors import (
     PipelineError,
     PipelineFileError,
     SwarmKVError,
+    UpstreamError,
 )
 from ..fanout import N_BATCH
 from ..model import Model
@@ -34,8 +35,8 @@ from .executor import BranchJob, Executor
 from .isolated import IsolatedExecutor, arena_bytes
 from .nodes import BranchNode, PrefillNode
 from .orchestrator import Orchestrator
-from .plan import MAX_BRANCHES, STRATEGIES, Nodes, Strategy, Texts, check_range, make_plan
-from .results import NodeResult, PipelineResult
+from .plan import MAX_BRANCHES, MAX_THREADS, STRATEGIES, Nodes, Strategy, Texts, check_range, make_plan
+from .results import NodeResult, PipelineResult, State
 from .shared import SharedExecutor
 from .workers import Workers
 
@@ -106,6 +107,7 @@ class Pipeline:
         n_ctx = check_range("n_ctx", n_ctx, 1, 2**31 - 256)
         n_parallel = check_range("n_parallel", n_parallel, 1, 255)
         check_range("n_workers", n_workers, 1, 1024)
+        check_range("n_threads", n_threads, 1, MAX_THREADS)
         self.model, self.strategy, self.policy, self.arena = model, strategy, policy, arena
         self.texts = Texts(model, chat)
         self.longest = min(n_ctx or model.n_ctx_train, model.n_ctx_train)
@@ -189,7 +191,10 @@ class Pipeline:
         try:
             return cls(model, nodes, **{**given, **options})
         except PipelineError as error:
-            raise PipelineError.of([_located(spec, problem) for problem in error.problems]) from None
+            located = [_located(spec, problem) for problem in error.problems]
+            if located == list(error.problems):
+                raise
+            raise PipelineError.of(located) from error
 
     def run(self, *, on_token: OnToken | None = None) -> PipelineResult:
         """Run every node, and wait for the end.
@@ -202,12 +207,16 @@ class Pipeline:
         on_token : callable, optional
             ``on_token(name, text)`` as answers grow; whole characters. One call at a time.
         """
-        with self.start(on_token=on_token) as run:
+        run = Run(self, on_token)
+        with run:  # before it begins: wherever Ctrl-C comes, it is cancelled
+            run._begin()
             return run.result()
 
     def start(self, *, on_token: OnToken | None = None) -> Run:
         """Run every node in the background. `on_token` is as for `run`."""
-        return Run(self, on_token)
+        run = Run(self, on_token)
+        run._begin()
+        return run
 
     def __repr__(self) -> str:
         return f"<Pipeline {len(self.plan.nodes)} nodes, strategy {self.strategy!r}, n_ctx={self.n_ctx}>"
@@ -236,11 +245,14 @@ class Run:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._length: dict[str, int] = {}
+        self._all_cancelled = False
         self._executor: Executor | None = None
         self._orchestrator = Orchestrator(self._plan.needs, self._start, self._stop, self._skip)
         self._workers = Workers(pipeline.n_workers, self._function_begun, self.done, self.failed)
         # It also cleans up, so that nothing can interrupt that.
         self._thread = threading.Thread(target=self._main, name="swarmkv pipeline", daemon=True)
+
+    def _begin(self) -> None:
         self._thread.start()
 
     def result(self, timeout: float | None = None) -> PipelineResult:
@@ -273,14 +285,23 @@ class Run:
         """
         if name is not None and name not in self.nodes:
             raise InvalidArgumentError(f"no node is named {name!r}; there are {', '.join(self.nodes)}")
+        self._all_cancelled = self._all_cancelled or name is None
         self._orchestrator.cancel(name)
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        try:
+            self._stop_all()
+        except BaseException:  # Ctrl-C, before it was told or while it ends
+            self._stop_all()
+            raise
+
+    def _stop_all(self) -> None:
         self.cancel()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, str]]:
         loop, news, at = asyncio.get_running_loop(), asyncio.Event(), 0
@@ -312,6 +333,7 @@ class Run:
                 try:
                     self._orchestrator.run()
                 finally:
+                    self._settle()
                     self._executor.close()
         except BaseException as error:
             self._error = error
@@ -319,6 +341,12 @@ class Run:
             self._result.end_to_end_ms = 1e3 * self._now()
             self._ended.set()
             self._news()
+
+    def _settle(self) -> None:
+        """How each node ended: of those that never began nobody else tells."""
+        for name, outcome in self._orchestrator.outcomes.items():
+            node = self.nodes[name]
+            node.state, node.error = _state(outcome.error), outcome.error
 
     def _made_executor(self, stack: ExitStack) -> Executor:
         made, plan = self._pipeline, self._plan
@@ -334,9 +362,16 @@ class Run:
         return IsolatedExecutor(made.model, plan, self, arena, made.n_contexts, made.n_ctx, made.n_threads)
 
     def _start(self, name: str, results: dict[str, Any]) -> None:
-        assert self._executor is not None
-        node, state = self._plan.nodes[name], self.nodes[name]
+        state = self.nodes[name]
         state.ready_s, state.state = self._now(), "queued"
+        try:
+            self._start_node(name, self._plan.nodes[name], state, results)
+        except Exception as error:
+            self._end(name, error)
+            raise
+
+    def _start_node(self, name: str, node: Any, state: NodeResult, results: dict[str, Any]) -> None:
+        assert self._executor is not None
         if isinstance(node, PrefillNode):
             state.n_tokens = len(self._plan.documents[name])
             self._length[name] = state.n_tokens
@@ -345,12 +380,20 @@ class Run:
             self._start_branch(name, node, state, results)
         else:
             limit = getattr(node, "time_limit", None)
-            self._workers.submit(name, lambda: node.run(results), limit)
+            if limit is not None:
+                limit = min(limit, threading.TIMEOUT_MAX)
+            self._workers.submit(name, lambda: self._call(name, node, results), limit)
+
+    def _call(self, name: str, node: Any, results: dict[str, Any]) -> Any:
+        if self._all_cancelled:  # one that ends makes room for the next, which is not cancelled yet
+            raise NodeCancelledError(name)
+        return node.run(results)
 
     def _start_branch(self, name: str, node: BranchNode, state: NodeResult, results: dict[str, Any]) -> None:
         assert self._executor is not None
         planned = self._plan.branches[name]
         try:
+            sampler = (node.sampler or Sampler()).for_branch(list(self._plan.branches).index(name))
             prompt = node.prompt
             if isinstance(prompt, str):
                 prompt = fill(prompt, {other: str(value) for other, value in results.items()})
@@ -358,13 +401,14 @@ class Run:
             before = self._length[planned.after] if planned.n_prefix is None else planned.n_prefix
             # The texts put in may be longer than was planned with.
             validate_context_budget(before, len(tokens) + node.max_tokens, self._pipeline.longest)
-        except SwarmKVError as error:
+        except BaseException as error:  # of the caller's __str__ or sampler, too
             self._executor.skip(name)
+            if not isinstance(error, SwarmKVError):
+                raise error if isinstance(error, Exception) else NodeError(name, "prompt", repr(error)) from error
             cause = error if isinstance(error, ContextBudgetError) else None
             raise NodeError(name, "prompt", str(error), cause) from error
         self._length[name] = before + len(tokens) + node.max_tokens
         state.n_prefix_tokens, state.n_tokens = before, len(tokens)
-        sampler = (node.sampler or Sampler()).for_branch(list(self._plan.branches).index(name))
         self._executor.branch(BranchJob(name, tokens, node.max_tokens, sampler, node.priority, node.time_limit))
 
     def _stop(self, name: str) -> None:
@@ -376,6 +420,7 @@ class Run:
 
     def _skip(self, name: str) -> None:
         assert self._executor is not None
+        self.nodes[name].state = "skipped"
         if name in self._plan.branches:
             self._executor.skip(name)
 
@@ -390,7 +435,9 @@ class Run:
     def begun(self, name: str, at: float) -> None:
         """A node got its sequence, context or thread."""
         node = self.nodes[name]
-        node.begun_s, node.state = at - self._begun, "running"
+        node.begun_s = at - self._begun
+        if node.ended_s is None:  # a function may be cancelled before this is told
+            node.state = "running"
 
     def progress(self, name: str, watermark: int) -> None:
         """So many tokens of a document have been computed."""
@@ -416,25 +463,26 @@ class Run:
 
     def span(self, span: Span) -> None:
         """A node did something."""
+        if span.kind == "export":
+            self.nodes[span.lane].export_ms += 1e3 * (span.end - span.begin)
         self._result.spans.append(
             Span(span.lane, span.kind, span.begin - self._begun, span.end - self._begun, span.n_tokens)
         )
 
     def done(self, name: str, value: Any) -> None:
         """A node has ended."""
-        self._end(name, "done")
         self.nodes[name].value = value
+        self._end(name, None)
         self._orchestrator.done(name, value)
 
     def failed(self, name: str, error: BaseException) -> None:
         """A node has failed."""
-        self._end(name, "cancelled" if isinstance(error, NodeCancelledError) else "failed")
-        self.nodes[name].error = error
+        self._end(name, error)
         self._orchestrator.failed(name, error)
 
-    def _end(self, name: str, state: Any) -> None:
+    def _end(self, name: str, error: BaseException | None) -> None:
         node = self.nodes[name]
-        node.ended_s, node.state = self._now(), state
+        node.ended_s, node.error, node.state = self._now(), error, _state(error)
 
     def _news(self) -> None:
         for listen in list(self._listeners):
@@ -452,11 +500,26 @@ def _kind(node: Any) -> Any:
     return "prefill" if isinstance(node, PrefillNode) else "branch" if isinstance(node, BranchNode) else "function"
 
 
+def _state(error: BaseException | None) -> State:
+    """How a node ended."""
+    if error is None:
+        return "done"
+    if isinstance(error, NodeCancelledError):
+        return "cancelled"
+    return "skipped" if isinstance(error, UpstreamError) else "failed"
+
+
 def _located(spec: PipelineSpec, problem: SwarmKVError) -> SwarmKVError:
     """A problem with the line of the file where it stands, if that can be told."""
     name = getattr(problem, "node", None) or (problem.edge[0] if hasattr(problem, "edge") else None)
     if not isinstance(name, str):
         return problem
     table = "documents" if name in [document.name for document in spec.documents] else "agents"
-    key = (table, name, getattr(problem, "key", "depends_on"))
-    return PipelineFileError(spec.path, spec.line_of(*key), ".".join(key), str(problem))
+    at_fault = getattr(problem, "key", "depends_on")
+    for written in {"document": ("text", "file"), "prompt": ("prompt_file",)}.get(at_fault, ()):
+        if (table, name, written) in spec.lines:
+            at_fault = written
+    key = (table, name, at_fault)
+    located = PipelineFileError(spec.path, spec.line_of(*key), ".".join(key), str(problem))
+    located.__cause__ = problem  # it has the numbers
+    return located

@@ -11,6 +11,7 @@ from ..batching import BatchedDecoder, Branch, Prefix
 from ..context import Context
 from ..errors import SwarmKVError
 from ..policy import Policy
+from ..timeline import Span
 from .executor import BranchJob, Reports
 from .plan import Plan
 
@@ -34,6 +35,7 @@ class SharedExecutor:
             name=name,
             uses=plan.n_children[name],
             borders=plan.borders.get(name, ()),
+            on_begin=partial(self._begun, name),
             on_progress=partial(self._reports.progress, name),
         )
         self._jobs[name] = job
@@ -83,6 +85,8 @@ class SharedExecutor:
         job, error = self._jobs[name], future.exception()
         if isinstance(job, Branch):
             self._reports.answered(name, job.answer, fork_ms=1e3 * job.fork_s)
+            if job.begun:
+                self._reports.span(Span(name, "fork", job.begun, job.begun + job.fork_s))
         if error is not None:
             self._reports.failed(name, error)
         else:

@@ -60,20 +60,26 @@ class Workers:
             self._failed(name, NodeCancelledError(name))
 
     def _next(self) -> None:
-        with self._lock:
-            if not self._n_free or not self._waiting:
-                return
-            task = self._waiting.popleft()
-            self._n_free -= 1
-            timer = None
-            if task.time_limit is not None:
-                timer = threading.Timer(task.time_limit, self._expire, (task,))
-                timer.daemon = True
-            self._running[task.name] = timer
-        self._begun(task.name)
-        if timer:
-            timer.start()
-        threading.Thread(target=self._call, args=(task,), name=f"swarmkv {task.name}", daemon=True).start()
+        """Call what waits, as far as threads are free."""
+        while True:
+            with self._lock:
+                if not self._n_free or not self._waiting:
+                    return
+                task = self._waiting.popleft()
+                self._n_free -= 1
+                timer = None
+                if task.time_limit is not None:
+                    timer = threading.Timer(task.time_limit, self._expire, (task,))
+                    timer.daemon = True
+                self._running[task.name] = timer
+            try:
+                self._begun(task.name)
+                if timer:
+                    timer.start()
+                threading.Thread(target=self._call, args=(task,), name=f"swarmkv {task.name}", daemon=True).start()
+            except Exception as error:  # the system has no thread left
+                if self._end(task.name):
+                    self._failed(task.name, error)
 
     def _call(self, task: _Task) -> None:
         try:
@@ -92,6 +98,12 @@ class Workers:
 
     def _leave(self, name: str) -> bool:
         """Whether it was still running. It no longer is, and the next begins."""
+        ended = self._end(name)
+        if ended:
+            self._next()
+        return ended
+
+    def _end(self, name: str) -> bool:
         with self._lock:
             if name not in self._running:
                 return False
@@ -99,5 +111,4 @@ class Workers:
             self._n_free += 1
         if timer:
             timer.cancel()
-        self._next()
         return True
