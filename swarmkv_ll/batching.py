@@ -88,10 +88,18 @@ class Job:
 
     kind: Kind
 
-    def __init__(self, name: str, tokens: Tokens, priority: float, uses: int, on_begin: OnBegin | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokens: Tokens,
+        priority: float,
+        uses: int,
+        time_limit: float | None,
+        on_begin: OnBegin | None,
+    ) -> None:
         self.name, self.priority, self.future = name, priority, Future[Any]()
         self.future.set_running_or_notify_cancel()  # `BatchedDecoder.cancel` ends a job, not `Future.cancel`
-        self._on_begin = on_begin
+        self._time_limit, self._on_begin = time_limit, on_begin
         self.begun = self.fork_s = 0.0
         self._tokens, self._at, self._uses = tokens, 0, uses
         self._seq: int | None = None
@@ -118,10 +126,11 @@ class Prefix(Job):
         tokens: Tokens,
         uses: int,
         borders: Iterable[int],
+        time_limit: float | None,
         on_begin: OnBegin | None,
         on_progress: Callable[[int], None] | None,
     ) -> None:
-        super().__init__(name, tokens, 1.0, uses, on_begin)
+        super().__init__(name, tokens, 1.0, uses, time_limit, on_begin)
         self._borders = sorted({*borders, len(tokens)})
         self._on_progress = on_progress
         self._parked: dict[int, int] = {}  # where the memory cannot be cut later: a sequence for each border
@@ -164,10 +173,9 @@ class Branch(Job):
         time_limit: float | None,
         on_begin: OnBegin | None,
     ) -> None:
-        super().__init__(name, tokens, priority, uses, on_begin)
+        super().__init__(name, tokens, priority, uses, time_limit, on_begin)
         self.answer = answer
         self._after, self._n_prefix, self._max_tokens = after, n_prefix, max_tokens
-        self._time_limit = time_limit
 
     @property
     def pending(self) -> int | None:
@@ -230,6 +238,7 @@ class BatchedDecoder:
         name: str = "document",
         uses: int = 1,
         borders: Iterable[int] = (),
+        time_limit: float | None = None,
         on_begin: OnBegin | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Prefix:
@@ -242,6 +251,8 @@ class BatchedDecoder:
             How many branches will go on from it. Its cells are held until they have begun, or were given up (`release`).
         borders : iterable of int
             Lengths at which a chunk has to end, because a branch begins there.
+        time_limit : float, optional
+            Seconds from when it gets its sequence.
         on_begin, on_progress : callable, optional
             ``on_begin(job)`` when it gets its sequence, ``on_progress(watermark)`` after each chunk; from the thread
             that calls `step`.
@@ -252,7 +263,8 @@ class BatchedDecoder:
             raise InvalidArgumentError(
                 f"there should be tokens, and borders within their number of {len(checked)}: {borders}"
             )
-        return self._post(Prefix(name, checked, uses, borders, on_begin, on_progress))
+        _check_positive(time_limit=time_limit)
+        return self._post(Prefix(name, checked, uses, borders, time_limit, on_begin, on_progress))
 
     def branch(
         self,
@@ -291,9 +303,7 @@ class BatchedDecoder:
             raise InvalidArgumentError(
                 f"there should be a prompt and an answer: {len(checked)} and {max_tokens} tokens"
             )
-        for what, value in (("priority", priority), ("time_limit", time_limit)):
-            if value is not None and not 0 < value < math.inf:
-                raise InvalidArgumentError(f"{what} should be above 0, is {value}")
+        _check_positive(priority=priority, time_limit=time_limit)
         if n_prefix is not None and not isinstance(after, Prefix):
             raise InvalidArgumentError(f"n_prefix is of a document; {after.name} is a branch")
         answer = Answer(self.ctx.model, sampler or Sampler(), max_tokens, tell)
@@ -453,7 +463,7 @@ class BatchedDecoder:
 
     def _check_time(self, now: float) -> None:
         for job in list(self._running):
-            if isinstance(job, Branch) and job._time_limit and now - job.begun > job._time_limit:
+            if job._time_limit and now - job.begun > job._time_limit:
                 self._fail(job, NodeTimeoutError(job.name, job._time_limit))
 
     # ── sequences and cells ──────────────────────────────────────────────────────────────────────────
@@ -622,6 +632,12 @@ class BatchedDecoder:
     def _guarding(self) -> bool:
         """Whether cells are held for a document that is being computed."""
         return any(isinstance(job, Prefix) and job._filler is not None for job in self._running)
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidArgumentError(f"{name} should be above 0, is {value}")
 
 
 def _seq_of(job: Job) -> int:

@@ -433,7 +433,11 @@ class UpstreamError(SwarmKVError):
 
     def __init__(self, node: str, cause: BaseException) -> None:
         self.node, self.cause = node, cause
-        super().__init__(f"node {node!r} failed: {type(cause).__name__}: {cause}")
+        try:
+            told = str(cause)
+        except Exception:  # an exception of the caller's need not know how to tell itself
+            told = "?"
+        super().__init__(f"node {node!r} failed: {type(cause).__name__}: {told}")
 
 
 class NodeTimeoutError(SwarmKVError, TimeoutError):

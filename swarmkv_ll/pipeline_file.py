@@ -26,7 +26,7 @@ else:
 Key = tuple[str, ...]
 """Where a value stands in the file: ``("agents", "audit", "prompt")``."""
 
-DEFAULT_MAX_TOKENS = 128
+DEFAULT_MAX_TOKENS = 64
 """Tokens of an answer at most, where neither agent nor file says."""
 
 STRATEGIES = ("shared", "snapshot")
@@ -42,10 +42,13 @@ class DocumentSpec:
     ----------
     name, text : str
         Line ends are ``\\n``, wherever the text came from.
+    time_limit : float or None
+        Seconds.
     """
 
     name: str
     text: str
+    time_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ _FLOAT_MAX = sys.float_info.max  # integers of a TOML file have no limit: what i
 
 _RANGES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
     "n_ctx": (int, "1 to 2147483392", lambda n: 1 <= n <= 2**31 - 256),
-    "n_parallel": (int, "1 to 256", lambda n: 1 <= n <= 256),
+    "n_parallel": (int, "1 to 255", lambda n: 1 <= n <= 255),
     "max_tokens": (int, "1 to 2147483647", lambda n: 1 <= n <= _INT_MAX),
     "required_prefix_tokens": (int, "1 to 2147483647", lambda n: 1 <= n <= _INT_MAX),
     "temperature": (float, "a finite number, 0 or more", lambda x: 0 <= x <= _FLOAT_MAX),
@@ -161,7 +164,7 @@ _RANGES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _DEFAULTS = ("max_tokens", *_SAMPLING, "time_limit")  # at the top of a file they hold for every agent
 _FILE_KEYS = ("model", "strategy", "chat", "n_ctx", "n_parallel", *_DEFAULTS, "documents", "agents")
-_DOCUMENT_KEYS = ("file", "text")
+_DOCUMENT_KEYS = ("file", "text", "time_limit")
 _AGENT_KEYS = ("depends_on", "prompt", "prompt_file", "required_prefix_tokens", *_DEFAULTS, "priority")
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────
@@ -222,7 +225,7 @@ def _spec(file: _File, top: _Table) -> PipelineSpec:
 
 def _document(table: _Table) -> DocumentSpec:
     table.check_keys(_DOCUMENT_KEYS)
-    return DocumentSpec(table.key[-1], table.text_or_file("text", "file")[1])
+    return DocumentSpec(table.key[-1], table.text_or_file("text", "file")[1], table.number("time_limit"))
 
 
 def _agent(table: _Table, defaults: Mapping[str, float | None], documents: Mapping[str, object]) -> AgentSpec:

@@ -640,3 +640,49 @@ def test_a_run_is_no_longer_than_its_with_block(models: Models) -> None:
         raise KeyboardInterrupt
     model: Model = pipeline.model
     assert not model.closed
+
+
+# ── limits of documents, and texts of functions ──────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_document_has_its_time_limit_too(models: Models, strategy: Any) -> None:
+    nodes = {
+        "slow": PrefillNode("a b c " * 300, time_limit=1e-9),
+        "doc": PrefillNode("d e f " * 30),
+        "lost": BranchNode(" why", "slow", max_tokens=3),
+        "kept": BranchNode(" why", "doc", max_tokens=3),
+    }
+    result = Pipeline(models["llama"], nodes, strategy=strategy, n_threads=1).run()
+    assert isinstance(result["slow"].error, NodeTimeoutError)
+    assert isinstance(result["lost"].error, UpstreamError)
+    assert result["kept"].state == result["doc"].state == "done"
+
+
+def test_a_function_s_text_has_the_room_that_was_planned_for_it(models: Models) -> None:
+    """900 characters did not fit beside 128 tokens of headroom, though the model had room for many more."""
+
+    def nodes(max_tokens: int) -> dict[str, Any]:
+        return {
+            "doc": PrefillNode("the pump starts at six " * 4),
+            "long": FunctionNode(lambda: "x" * 900, max_tokens=max_tokens),
+            "reader": BranchNode(" {long}?", ("doc", "long"), max_tokens=3),
+        }
+
+    assert Pipeline(models["llama"], nodes(900)).run().check()["reader"].n_tokens == 901
+    assert isinstance(Pipeline(models["llama"], nodes(1)).run()["reader"].error, ContextFullError)
+
+
+def test_an_exception_that_cannot_tell_itself(models: Models) -> None:
+    class Mute(Exception):  # noqa: N818
+        def __str__(self) -> str:
+            raise ValueError
+
+    def fail() -> None:
+        raise Mute
+
+    nodes = {"f": FunctionNode(fail), "g": FunctionNode(str, "f"), "h": FunctionNode(lambda: 1)}
+    result = Pipeline(models["llama"], nodes).run()
+    assert isinstance(result["g"].error, UpstreamError)
+    assert isinstance(result["g"].error.cause, Mute)
+    assert result["h"].value == 1

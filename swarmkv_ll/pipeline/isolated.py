@@ -146,9 +146,12 @@ class IsolatedExecutor:
 
         self._jobs.put((rank, next(self._count), run))
 
-    def _check(self, name: str) -> None:
+    def _check(self, name: str, begin: float = 0.0, limit: float | None = None) -> None:
+        """Whether a node that began then may go on."""
         if self._cancelled[name].is_set():
             raise NodeCancelledError(name)
+        if limit and perf_counter() - begin > limit:
+            raise NodeTimeoutError(name, limit)
 
     # ── in a context's thread ────────────────────────────────────────────────────────────────────────
 
@@ -159,11 +162,12 @@ class IsolatedExecutor:
 
     def _prefill(self, name: str, ctx: Context, held: _Held) -> None:
         tokens, at = self._plan.documents[name], 0
+        begin, limit = perf_counter(), self._plan.nodes[name].time_limit
         held.key = None
         ctx.clear()
         for border in sorted({*self._plan.borders.get(name, ()), len(tokens)}):
             for n in pieces(border - at):
-                self._check(name)
+                self._check(name, begin, limit)
                 with self._span(name, "prefill", n):
                     ctx.decode(tokens[at : at + n], logits="none")
                 at += n
@@ -193,9 +197,7 @@ class IsolatedExecutor:
         try:
             tokens, kind = job.tokens_after(state.pending), "prompt"
             while True:
-                self._check(name)
-                if limit and perf_counter() - begin > limit:
-                    raise NodeTimeoutError(name, limit)
+                self._check(name, begin, limit)
                 with self._span(name, kind, len(tokens)):
                     ctx.decode(tokens)
                 token = answer.step(ctx.logits())

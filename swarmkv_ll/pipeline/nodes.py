@@ -13,7 +13,9 @@ from ..sampling import Sampler
 
 @runtime_checkable
 class Node(Protocol):
-    """A node of the user's own: anything with these two. A `time_limit` in seconds is heeded if there is one."""
+    """A node of the user's own: anything with these two. `time_limit` and `max_tokens`, as of a `FunctionNode`, are
+    heeded if there are such.
+    """
 
     @property
     def depends_on(self) -> Sequence[str]:
@@ -35,9 +37,12 @@ class PrefillNode:
     ----------
     document : str, or array of token ids
         Text is tokenized with the special tokens the model wants at a beginning.
+    time_limit : float, optional
+        Seconds from when it begins.
     """
 
     document: str | npt.ArrayLike
+    time_limit: float | None = None
 
     @property
     def depends_on(self) -> tuple[str, ...]:
@@ -88,11 +93,14 @@ class FunctionNode:
     depends_on : str or sequence of str
     time_limit : float, optional
         Seconds. The function cannot be stopped; past the limit what it returns is not used.
+    max_tokens : int
+        Tokens that room is planned for where a prompt names it; a longer text may not fit.
     """
 
     function: Callable[..., Any]
     depends_on: str | Sequence[str] = ()
     time_limit: float | None = None
+    max_tokens: int = 256
 
     def run(self, results: Mapping[str, Any]) -> Any:
         """Call the function."""

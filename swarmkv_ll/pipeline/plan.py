@@ -323,8 +323,9 @@ class _Planner:
                 self._problem(name, "prompt", f"the prompt names {{{other}}}, which is not in depends_on")
             elif isinstance(given, PrefillNode):
                 self._problem(name, "prompt", f"the prompt names {{{other}}}, a document: go on from it instead")
-            elif isinstance(given, BranchNode) and isinstance(given.max_tokens, int):
-                inserted += given.max_tokens
+            else:
+                most = getattr(given, "max_tokens", FunctionNode.max_tokens)
+                inserted += most if isinstance(most, int) else 0
         names = dict.fromkeys(placeholders(node.prompt), "x")
         return len(self.texts.prompt(fill(node.prompt, names), reply=reply)) + inserted
 

@@ -172,7 +172,7 @@ class PipelineResult(Mapping[str, NodeResult]):
     @property
     def n_generated(self) -> int:
         """Tokens of all answers."""
-        return sum(len(node.token_s) for node in self.nodes.values())
+        return sum(len(node.tokens) for node in self.nodes.values())
 
     def batches(self) -> dict[str, float] | None:
         """Of the engine's batches: how many, and tokens in one: mean and most; None without ("snapshot")."""

@@ -170,7 +170,9 @@ class Pipeline:
     @classmethod
     def from_spec(cls, spec: PipelineSpec, model: Model, **options: Any) -> Pipeline:
         """A pipeline of what `read_pipeline` gives."""
-        nodes: list[tuple[str, Any]] = [(document.name, PrefillNode(document.text)) for document in spec.documents]
+        nodes: list[tuple[str, Any]] = [
+            (document.name, PrefillNode(document.text, document.time_limit)) for document in spec.documents
+        ]
         for agent in spec.agents:
             nodes.append(
                 (

@@ -35,6 +35,7 @@ class SharedExecutor:
             name=name,
             uses=plan.n_children[name],
             borders=plan.borders.get(name, ()),
+            time_limit=plan.nodes[name].time_limit,
             on_begin=partial(self._begun, name),
             on_progress=partial(self._reports.progress, name),
         )
