@@ -21,6 +21,11 @@ N_CTX = 4608
 _ratios: list[tuple[str, float, str, bool]] = []
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """None: nothing else is to run beside what is measured."""
+    return 0
+
+
 @pytest.fixture
 def ratio(benchmark: Any) -> Any:
     """Record a ratio beside its target, in this benchmark's `extra_info` and in the closing table."""

@@ -19,6 +19,11 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Two processes: each decodes with a thread or two, and has its own copy of the models."""
+    return 2
+
+
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Tiny models as files: `files["llama"]` is a path; names in `helpers.WRITERS`, and "changed" (one weight of "llama")."""
