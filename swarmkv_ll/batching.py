@@ -470,10 +470,12 @@ class BatchedDecoder:
 
     def _admit(self) -> None:
         """Let those that wait begin, in order, as far as there are sequences and cells."""
-        n_waiting = -1
-        while len(self._waiting) != n_waiting and not (self._running and n_waiting >= 0):
+        while True:
             n_waiting = len(self._waiting)
-            self._admit_once()  # once more if all that came of it was a failure: others may have waited for that
+            self._admit_once()
+            if self._running or len(self._waiting) == n_waiting:
+                return
+            # All that came of it were failures: others may have waited for that.
 
     def _admit_once(self) -> None:
         blocked = None
