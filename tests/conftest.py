@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import Files, Models
@@ -55,6 +55,22 @@ def arena() -> Iterator[Arena]:
     with Arena(8 << 20) as made:
         yield made
         made.check_integrity()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every context and arena that is made from here on."""
+    from swarmkv_ll import Arena, Context
+
+    made: list[Any] = []
+    for cls in (Context, Arena):
+
+        def init(self: Any, *args: Any, _true: Any = cls.__init__, **options: Any) -> None:
+            _true(self, *args, **options)
+            made.append(self)
+
+        monkeypatch.setattr(cls, "__init__", init)
+    return made
 
 
 @pytest.fixture(scope="session")

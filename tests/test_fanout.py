@@ -30,20 +30,6 @@ def answers(result: FanOut) -> list[list[int]]:
     return [branch.tokens for branch in result.branches]
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Context | Arena]:
-    """Every context and arena that is made from here on."""
-    made: list[Context | Arena] = []
-    for cls in (Context, Arena):
-
-        def init(self: Any, *args: Any, _true: Any = cls.__init__, **options: Any) -> None:
-            _true(self, *args, **options)
-            made.append(self)
-
-        monkeypatch.setattr(cls, "__init__", init)
-    return made
-
-
 # ── the same answers ─────────────────────────────────────────────────────────────────────────────────
 
 

@@ -65,20 +65,6 @@ def run(model: Model, nodes: Any, *, on_token: Any = None, **options: Any) -> Pi
     return result
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Context | Arena]:
-    """Every context and arena that is made from here on."""
-    made: list[Context | Arena] = []
-    for cls in (Context, Arena):
-
-        def init(self: Any, *args: Any, _true: Any = cls.__init__, **options: Any) -> None:
-            _true(self, *args, **options)
-            made.append(self)
-
-        monkeypatch.setattr(cls, "__init__", init)
-    return made
-
-
 class Recorder:
     """A sampler that keeps the rows it chooses from."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import Files, Models, run_ok, text_tokens
-from test_pipeline import LONG, STRATEGIES, Hand, branch, check_timeline, in_time, made, nothing_left, run
+from test_pipeline import LONG, STRATEGIES, Hand, branch, check_timeline, in_time, nothing_left, run
 
 from swarmkv_ll import Arena, Model, Sampler
 from swarmkv_ll.errors import (
@@ -24,7 +24,7 @@ from swarmkv_ll.errors import (
 )
 from swarmkv_ll.pipeline import BranchNode, FunctionNode, Pipeline, PipelineResult, PrefillNode, Run
 
-__all__ = ["made", "nothing_left"]  # fixtures
+__all__ = ["nothing_left"]  # a fixture
 
 
 class StopError(Exception):
