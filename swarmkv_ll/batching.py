@@ -198,6 +198,8 @@ class BatchedDecoder:
         With a unified cache, empty. It is not to be used by others meanwhile, and not closed here.
     policy : Policy, optional
         By default `FairShare()`.
+    n_parallel : int, optional
+        Branches that run at the same time, at most; by default as many as there are sequences and cells for.
 
     Attributes
     ----------
@@ -210,13 +212,15 @@ class BatchedDecoder:
     take effect at once, or, while a batch is being computed, when it is done.
     """
 
-    def __init__(self, ctx: Context, policy: Policy | None = None) -> None:
+    def __init__(self, ctx: Context, policy: Policy | None = None, n_parallel: int | None = None) -> None:
         if not ctx.kv_unified:
             raise InvalidArgumentError("branches share cells: make the context with kv_unified=True")
         held = [seq for seq in range(ctx.n_seq_max) if ctx.position(seq)]
         if held:
             raise InvalidArgumentError(f"the context should be empty; sequence {held[0]} holds tokens")
-        self.ctx, self.policy = ctx, policy or FairShare()
+        if n_parallel is not None and operator.index(n_parallel) < 1:
+            raise InvalidArgumentError(f"n_parallel should be at least 1, is {n_parallel}")
+        self.ctx, self.policy, self.n_parallel = ctx, policy or FairShare(), n_parallel
         self.steps: list[Step] = []
         self.wake = threading.Event()  # set when there may be something to do
         self._free = list(range(ctx.n_seq_max))[::-1]
@@ -288,7 +292,8 @@ class BatchedDecoder:
         tokens : array of integers, shape (n,)
             The prompt. Where `after` is a branch with a `pending` token, begin with that.
         n_prefix : int, optional
-            Only the document's first so many tokens, one of its `borders`; they have to be computed.
+            Only the document's first so many tokens. Of a recurrent or hybrid model, or one with a sliding window, one
+            of its `borders`.
         sampler : Sampler, optional
             The branch's own, greedy by default.
         tell : callable, optional
@@ -304,8 +309,11 @@ class BatchedDecoder:
                 f"there should be a prompt and an answer: {len(checked)} and {max_tokens} tokens"
             )
         _check_positive(priority=priority, time_limit=time_limit)
-        if n_prefix is not None and not isinstance(after, Prefix):
-            raise InvalidArgumentError(f"n_prefix is of a document; {after.name} is a branch")
+        if n_prefix is not None:
+            if not isinstance(after, Prefix):
+                raise InvalidArgumentError(f"n_prefix is of a document; {after.name} is a branch")
+            if not 1 <= operator.index(n_prefix) <= len(after._tokens):
+                raise InvalidArgumentError(f"n_prefix should be 1 to {len(after._tokens)}, is {n_prefix}")
         answer = Answer(self.ctx.model, sampler or Sampler(), max_tokens, tell)
         return self._post(
             Branch(name, checked, priority, uses, after, n_prefix, answer, max_tokens, time_limit, on_begin)
@@ -426,21 +434,23 @@ class BatchedDecoder:
                     sample_begin = perf_counter()
                     self._sample(job)
                     sample_s += perf_counter() - sample_begin
-            except Exception as error:  # of a sampler or a callback of the caller's
+            except BaseException as error:  # of a sampler or a callback of the caller's
                 self._fail(job, error)
+                if _is_interrupt(error):
+                    raise
         return sample_s
 
     def _choose(self, work: list[Prefix | Branch]) -> list[int]:
         room = self.ctx._n_piece
-        grants = list(self.policy.choose(work, room))
-        with suppress(TypeError):  # what is no integer is wrong
-            grants = [operator.index(n) for n in grants]
-        wrong = len(grants) != len(work) or any(
-            not isinstance(n, int) or not 0 <= n <= w.n_tokens for n, w in zip(grants, work, strict=False)
-        )
+        given = self.policy.choose(work, room)
+        try:
+            grants = [operator.index(n) for n in given]
+        except TypeError:  # no list, or not of whole numbers
+            grants = []
+        wrong = len(grants) != len(work) or any(not 0 <= n <= w.n_tokens for n, w in zip(grants, work, strict=False))
         if wrong or not 0 < sum(grants) <= room:
             raise InvalidArgumentError(
-                f"a policy should give 1 to {room} tokens in all, of {[w.n_tokens for w in work]}; it gave {grants}"
+                f"a policy should give 1 to {room} tokens in all, of {[w.n_tokens for w in work]}; it gave {given!r}"
             )
         return grants
 
@@ -488,7 +498,7 @@ class BatchedDecoder:
                     self._begin(job)
                 except BaseException as error:  # a callback's, too
                     self._fail(job, error)
-                    if not isinstance(error, Exception):
+                    if _is_interrupt(error):
                         raise
             elif self._running:
                 return  # nobody passes by
@@ -519,6 +529,9 @@ class BatchedDecoder:
         return isinstance(after, Prefix) and job._n_prefix is not None and after.watermark >= job._n_prefix
 
     def _fits(self, job: Prefix | Branch) -> bool:
+        n_running = sum(isinstance(other, Branch) for other in self._running)
+        if isinstance(job, Branch) and self.n_parallel is not None and n_running >= self.n_parallel:
+            return False
         return self._n_seqs(job) <= len(self._free) and job._n_needed <= self._cells_left()
 
     def _n_seqs(self, job: Prefix | Branch) -> int:
@@ -596,14 +609,17 @@ class BatchedDecoder:
         for jobs in (self._waiting, self._running):
             with suppress(ValueError):
                 jobs.remove(job)
-        if isinstance(job, Branch):
-            with suppress(Exception):  # a sampler or callback of the caller's
-                job.answer.close()
-            if not job.begun:
-                self._let_go(job._after)
+        if isinstance(job, Branch) and not job.begun:
+            self._let_go(job._after)
         job._uses = 0
         job.future.set_exception(error)
         self._free_sequences(job)
+        if isinstance(job, Branch):
+            try:
+                job.answer.close()
+            except BaseException as closing:  # of a sampler or callback of the caller's
+                if _is_interrupt(closing):
+                    raise
 
     def _let_go(self, job: Prefix | Branch) -> None:
         job._uses -= 1
@@ -634,6 +650,11 @@ class BatchedDecoder:
     def _guarding(self) -> bool:
         """Whether cells are held for a document that is being computed."""
         return any(isinstance(job, Prefix) and job._filler is not None for job in self._running)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether it is meant for the whole program: in other threads than the main one nobody would see it."""
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def _check_positive(**values: float | None) -> None:

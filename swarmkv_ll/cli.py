@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +26,7 @@ from .terminal import (
     loaded_model,
     out,
     path_of_model,
+    printable,
     progress_bar,
     ratio_table,
     read_text,
@@ -64,6 +66,9 @@ cli.add_command(snapshot)
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command; an error is one line on standard error and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what the terminal's encoding lacks becomes a question mark
+            stream.reconfigure(errors="replace")
     try:
         code = cli.main(args, prog_name="swarmkv", standalone_mode=False)
         if sys.stdout:  # None if the shell closed it
@@ -86,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print("swarmkv:", " ".join(message.split()), file=sys.stderr)
+    print("swarmkv:", printable(message), file=sys.stderr)
     return code
 
 

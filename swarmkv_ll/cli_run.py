@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import PipelineError
-from .terminal import duration, err, loaded_model, out, ratio_table, show
+from .terminal import duration, err, extra_named, loaded_model, out, printable, ratio_table, show
 
 if TYPE_CHECKING:
     from .pipeline import NodeResult, Pipeline, PipelineResult, Run
@@ -67,8 +68,19 @@ def run(
     from .pipeline_file import read_pipeline
     from .timeline import check_picture
 
-    if plot:
-        check_picture(plot)
+    if plot is not None:
+        with extra_named():
+            check_picture(plot)
+    taken = {os.path.realpath(file)}
+    for path in (plot, trace):  # found now, not when everything has been computed
+        if path is None:
+            continue
+        folder = os.path.dirname(path) or "."
+        if not path or not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(path):
+            raise click.UsageError(f"{path!r} cannot be written")
+        if os.path.realpath(path) in taken:
+            raise click.UsageError(f"{path} is named twice")
+        taken.add(os.path.realpath(path))
     try:
         spec = read_pipeline(file)
         with loaded_model(model_path or spec.model) as model:
@@ -80,19 +92,19 @@ def run(
         if len(error.problems) < 2:
             raise
         for problem in error.problems:
-            err.print(Text(f"swarmkv: {problem}"), soft_wrap=True)
+            click.echo(f"swarmkv: {printable(str(problem))}", err=True)
         return 2
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        show(Group(_answers(result), _times(result, wide=not out.is_terminal or out.width >= 100)))
     if trace:
         result.timeline().save_trace(trace)
     if plot:
         result.timeline().plot(plot)
-    if as_json:
-        click.echo(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
-    else:
-        show(Group(_answers(result), _times(result)))
     for name, failure in result.errors.items():
         if result[name].state != "skipped":
-            err.print(Text(f"swarmkv: node {name!r}: {type(failure).__name__}: {failure}"), soft_wrap=True)
+            click.echo(f"swarmkv: {printable(f'node {name!r}: {type(failure).__name__}: {failure}')}", err=True)
     return 1 if result.errors else 0
 
 
@@ -165,24 +177,28 @@ def _answers(result: PipelineResult) -> Group:
     return Group(*blocks)
 
 
-def _times(result: PipelineResult) -> Group:
+def _times(result: PipelineResult, *, wide: bool) -> Group:
     """Where the time went, node by node, and what the batches held."""
     table = Table(box=box.SIMPLE_HEAD, title=f"{result.model}, strategy {result.strategy}", title_justify="left")
-    for name in ("node", "goes on from", "fed", "waited", "first token", "gap p50", "p95", "total", "tokens"):
+    columns = ["node", "goes on from", "fed", "waited", "first token", "gap p50", "p95", "total", "tokens"]
+    shown = columns if wide else ["node", "waited", "first token", "total", "tokens"]
+    for name in shown:
         table.add_column(name, justify="left" if name == "node" else "right", no_wrap=True)
     for node in result.values():
         gaps = node.to_dict()["gaps_ms"] or {}
-        table.add_row(
+        branch = node.kind == "branch"
+        cells = (
             node.name,
-            f"{node.n_prefix_tokens:,}" if node.kind == "branch" and node.begun_s is not None else "",
+            f"{node.n_prefix_tokens:,}" if branch and node.begun_s is not None else "",
             f"{node.n_tokens:,}" if node.n_tokens else "",
             _duration(node.waited_ms),
             _duration(node.first_token_ms),
             _duration(gaps.get("p50")),
             _duration(gaps.get("p95")),
             _duration(node.time_ms),
-            f"{len(node.tokens):,}" if node.kind == "branch" else "",
+            f"{len(node.tokens):,}" if branch else "",
         )
+        table.add_row(*(cell for name, cell in zip(columns, cells, strict=True) if name in shown))
     lines = Table.grid(padding=(0, 2))
     n, seconds = result.n_generated, result.end_to_end_ms / 1e3
     lines.add_row(

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import textwrap
-from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -25,7 +24,16 @@ from .errors import (
     SnapshotError,
     SnapshotFileError,
 )
-from .terminal import duration, loaded_model, out, progress_bar, read_text, sample, show
+from .terminal import (
+    duration,
+    extra_named,
+    loaded_model,
+    out,
+    progress_bar,
+    read_text,
+    sample,
+    show,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,7 +180,7 @@ def info(path: str, as_json: bool, layers: bool, plot: str | None) -> None:
     if plot and not plot.lower().endswith((".png", ".svg")):
         raise click.UsageError(f"--plot {plot}: a picture should end in .png or .svg")
     rows = None
-    with _extra_named():
+    with extra_named():
         if layers or plot:
             opened = inspection.read(path)
             with progress_bar() as progress:
@@ -213,18 +221,6 @@ def _title(record: Record, path: str, drawn: list[int]) -> str:
     else:
         what = f"{record.layout.n_tokens - record.begin:,} tokens"
     return "\n".join([short[0], ", ".join([*short[1:], what])])
-
-
-@contextmanager
-def _extra_named() -> Iterator[None]:
-    """Tell which extra brings a package that is not there."""
-    try:
-        yield
-    except ImportError as error:
-        package = (error.name or "").split(".", maxsplit=1)[0]
-        if package not in ("gguf", "matplotlib"):
-            raise
-        raise click.ClickException(f"this needs {package}: pip install {package}") from None
 
 
 def _header(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -354,7 +354,8 @@ class CycleError(PipelineError):
     def __init__(self, cycle: Sequence[str]) -> None:
         self.cycle = tuple(cycle)
         self.edge = (self.cycle[-2], self.cycle[-1])
-        how = "depends on itself" if len(self.cycle) == 2 else f"closes the cycle {' → '.join(self.cycle)}"
+        shown = [*self.cycle[:6], "…", *self.cycle[-6:]] if len(self.cycle) > 16 else self.cycle
+        how = "depends on itself" if len(self.cycle) == 2 else f"closes the cycle {' → '.join(shown)}"
         super().__init__(f"node {self.edge[0]!r}, which depends on {self.edge[1]!r}, {how}")
 
 

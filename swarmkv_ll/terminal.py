@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 err = Console(stderr=True)
 out = Console()
+if out.width < 1:  # COLUMNS=0
+    out.width = 80
 
 
 def path_of_model(named: str | None) -> Path:
@@ -66,6 +68,18 @@ def loaded_model(named: str | None) -> Iterator[Model]:
         yield loaded
 
 
+@contextmanager
+def extra_named() -> Iterator[None]:
+    """Tell how to get a package that is not there."""
+    try:
+        yield
+    except ImportError as error:
+        package = (error.name or "").split(".", maxsplit=1)[0]
+        if package not in ("gguf", "matplotlib"):
+            raise
+        raise click.ClickException(f"this needs {package}: pip install {package}") from None
+
+
 def show(renderable: Any) -> None:
     """Print for a person, or, into a file or pipe, without wrapping and padding."""
     if out.is_terminal:
@@ -99,6 +113,11 @@ def read_text(path: str) -> str:
         return sys.stdin.buffer.read().decode() if path == "-" else Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
+def printable(text: str) -> str:
+    """On one line, and without what would be commands to a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def lines_of(text: str) -> list[str]:

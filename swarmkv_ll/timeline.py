@@ -186,10 +186,20 @@ class Timeline:
 
 
 def check_picture(path: str | os.PathLike[str]) -> str:
-    """The ending of a picture's path, if it can be written; before there is anything to draw."""
+    """The ending of a picture's path, if such can be drawn; before there is anything to draw.
+
+    Raises
+    ------
+    ImportError
+        `matplotlib` is not installed.
+    InvalidArgumentError
+        Another kind of picture.
+    """
     kind = os.path.splitext(os.fspath(path))[1].lower()
     if kind not in ENDINGS:
         raise InvalidArgumentError(f"a picture should end in {', '.join(ENDINGS)}: {os.fspath(path)}")
+    import matplotlib  # noqa: F401 - whether it is there
+
     return kind
 
 

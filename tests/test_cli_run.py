@@ -47,9 +47,15 @@ def folder(tmp_path: Path, files: Files) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *args], check=False, cwd=folder, capture_output=True, text=True, timeout=120, env=os.environ
+        [*COMMAND, *args],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
     )
 
 
@@ -132,7 +138,10 @@ def test_problems_stand_with_their_lines(folder: Path, change: tuple[str, str], 
         (["pipeline.toml", "--plot", "run.gif"], ".png, .svg, .pdf"),
         (["pipeline.toml", "--measure"], "--measure goes with"),
         (["pipeline.toml", "--model", "none.gguf"], "none.gguf"),
-        (["pipeline.toml", "--trace", "none/trace.json"], "none/trace.json"),
+        (["pipeline.toml", "--trace", "none/trace.json"], "'none/trace.json' cannot be written"),
+        (["pipeline.toml", "--trace", ""], "'' cannot be written"),
+        (["pipeline.toml", "--trace", "./pipeline.toml"], "named twice"),
+        (["pipeline.toml", "--trace", "same.svg", "--plot", "same.svg"], "named twice"),
     ],
 )
 def test_bad_calls_are_one_line(folder: Path, args: list[str], words: str) -> None:
@@ -141,6 +150,27 @@ def test_bad_calls_are_one_line(folder: Path, args: list[str], words: str) -> No
     assert done.stderr.startswith("swarmkv: ")
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
+
+
+def test_without_matplotlib_it_is_told_before_anything_runs(folder: Path) -> None:
+    (folder / "without").mkdir()
+    (folder / "without" / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+    done = run(folder, "pipeline.toml", "--plot", "run.svg", PYTHONPATH=str(folder / "without"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "swarmkv: this needs matplotlib: pip install matplotlib\n"
+
+
+def test_a_terminal_that_knows_only_ascii(folder: Path) -> None:
+    done = run(folder, "pipeline.toml", PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "end to end" in done.stdout
+
+
+def test_what_would_steer_a_terminal_is_not_printed(folder: Path) -> None:
+    (folder / "pipeline.toml").write_text(PIPELINE.replace("[agents.last]", '[agents."\\u001b[31m"]'))
+    done = run(folder, "pipeline.toml")
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr
 
 
 def test_a_failed_agent_is_told_and_the_others_answer(folder: Path) -> None:

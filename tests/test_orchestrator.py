@@ -645,3 +645,28 @@ def test_a_thread_that_cannot_be_had_is_a_failure_not_a_silence() -> None:
         threading.stack_size(before)
     ends.workers.submit("last", lambda: 4)
     assert ends.of("last") == 4
+
+
+@pytest.mark.parametrize("broken", ["stop", "skip"])
+def test_what_stop_or_skip_raise_ends_the_run(broken: str) -> None:
+    """It waited for ever."""
+
+    def fail(_: str) -> None:
+        raise ZeroDivisionError(broken)
+
+    calls = {"stop": lambda _: None, "skip": lambda _: None, broken: fail}
+    graph: dict[str, dict[str, int | None]] = {"a": {}, "b": {"a": None}}
+    orchestrator = Orchestrator(graph, lambda name, results: None, calls["stop"], calls["skip"])
+    orchestrator.cancel("b" if broken == "skip" else "a")
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            orchestrator.run()
+        except ZeroDivisionError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert [str(error) for error in caught] == [broken]

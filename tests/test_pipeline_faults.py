@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import Files, Models, run_ok, text_tokens
 from test_pipeline import LONG, STRATEGIES, Hand, branch, check_timeline, in_time, nothing_left, run
@@ -14,7 +15,6 @@ from test_pipeline import LONG, STRATEGIES, Hand, branch, check_timeline, in_tim
 from swarmkv_ll import Arena, Model, Sampler
 from swarmkv_ll.errors import (
     ContextBudgetError,
-    ContextFullError,
     HostMemoryError,
     InvalidArgumentError,
     NodeCancelledError,
@@ -95,7 +95,7 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], type[BaseException]]] = {
     "empty": (lambda: {"f": FunctionNode(lambda _: " ", "doc"), "bad": branch("{f}", ["doc", "f"])}, NodeError),
     "surrogate": (lambda: put_in("\ud800"), NodeError),
     "over the model's length": (lambda: put_in("x" * 17000), NodeError),
-    "over the context's": (lambda: put_in("x" * 3000), ContextFullError),
+    "over the context's": (lambda: put_in("x" * 3000), NodeError),
 }
 
 
@@ -670,7 +670,9 @@ def test_a_function_s_text_has_the_room_that_was_planned_for_it(models: Models) 
         }
 
     assert Pipeline(models["llama"], nodes(900)).run().check()["reader"].n_tokens == 901
-    assert isinstance(Pipeline(models["llama"], nodes(1)).run()["reader"].error, ContextFullError)
+    error = Pipeline(models["llama"], nodes(1)).run()["reader"].error
+    assert isinstance(error, NodeError)
+    assert isinstance(error.cause, ContextBudgetError)
 
 
 def test_an_exception_that_cannot_tell_itself(models: Models) -> None:
@@ -686,3 +688,130 @@ def test_an_exception_that_cannot_tell_itself(models: Models) -> None:
     assert isinstance(result["g"].error, UpstreamError)
     assert isinstance(result["g"].error.cause, Mute)
     assert result["h"].value == 1
+
+
+# ── what was found by others ─────────────────────────────────────────────────────────────────────────
+
+
+class ClosesBadly(Sampler):
+    def for_branch(self, index: int) -> Sampler:
+        return ClosesBadly()
+
+    def close(self) -> None:
+        super().close()
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", ["on_token", "close"])
+def test_one_that_exits_ends_alone(models: Models, strategy: Any, how: str) -> None:
+    """The run never ended, or others failed with it."""
+    nodes = {
+        "doc": PrefillNode("the pump starts at six " * 4),
+        "bad": BranchNode(" why", "doc", max_tokens=5, sampler=ClosesBadly() if how == "close" else None),
+        "after": BranchNode(" and", "bad", max_tokens=2),
+        "good": BranchNode(" what", "doc", max_tokens=5),
+    }
+
+    def on_token(name: str, _: str) -> None:
+        if name == "bad" and how == "on_token":
+            raise SystemExit(3)
+
+    result = run(models["llama"], nodes, strategy=strategy, on_token=on_token)
+    assert isinstance(result["bad"].error, SystemExit)
+    assert isinstance(result["after"].error, UpstreamError)
+    assert (result["good"].state, len(result["good"].tokens)) == ("done", 5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_text_longer_than_planned_takes_no_room_from_others(models: Models, strategy: Any) -> None:
+    """The one that read it began, kept its cells for its child, and another lacked them."""
+    nodes = {
+        "doc": PrefillNode("the pump starts at six " * 4),
+        "long": FunctionNode(lambda: "x" * 700, max_tokens=1),
+        "reader": BranchNode(" {long}?", ("doc", "long"), max_tokens=3),
+        "child": BranchNode(" and", "reader", max_tokens=3),
+        "other": BranchNode(" what" * 90, ("doc", "reader"), max_tokens=100),
+        "alone": BranchNode(" what" * 90, "doc", max_tokens=100),
+    }
+    result = run(models["llama"], nodes, strategy=strategy)
+    assert isinstance(result["reader"].error, NodeError)
+    assert isinstance(result["reader"].error.cause, ContextBudgetError)
+    assert result["alone"].state == "done"
+    assert result["child"].state == result["other"].state == "skipped"
+
+
+def test_branches_at_once_are_as_many_as_asked_for(models: Models) -> None:
+    """The document's sequence, free again, was used for one more."""
+    nodes: dict[str, Any] = {"doc": PrefillNode("the pump starts at six " * 4)}
+    nodes |= {f"b{i}": BranchNode(" why", "doc", max_tokens=6) for i in range(5)}
+    for n_parallel in (1, 2):
+        result = run(models["llama"], nodes, n_parallel=n_parallel).check()
+        assert max(len(step.parts) for step in result.steps) == n_parallel
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"f": FunctionNode(str, max_tokens=-300)}, "max_tokens"),
+        ({"f": FunctionNode(str, max_tokens=True)}, "max_tokens"),
+        ({"f": FunctionNode(str, time_limit=10**400)}, "time_limit"),
+        ({"b": BranchNode(" why", "doc", priority=10**400)}, "priority"),
+        ({"b": BranchNode(" why", "doc", max_tokens=2.0)}, "max_tokens"),
+    ],
+)
+def test_odd_numbers_are_problems_of_their_node(models: Models, change: dict[str, Any], key: str) -> None:
+    with pytest.raises(NodeError) as caught:
+        Pipeline(models["llama"], {"doc": PrefillNode("a b c"), **change})
+    assert (caught.value.node, caught.value.key) == (next(iter(change)), key)
+
+
+@pytest.mark.parametrize("nodes", [None, [1, 2], "abc", [("a", 1, 2)]])
+def test_what_are_no_nodes(models: Models, nodes: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="mapping of names to nodes"):
+        Pipeline(models["llama"], nodes)
+
+
+def test_numbers_of_numpy_are_numbers(models: Models) -> None:
+    nodes = {"doc": PrefillNode("a b c " * 9), "b": BranchNode(" why", "doc", np.int64(7), np.int32(4))}
+    result = run(models["llama"], nodes).check()
+    assert (len(result["b"].tokens), result["b"].n_prefix_tokens) == (4, 7)
+
+
+def test_a_value_is_told_only_where_it_is_named(models: Models) -> None:
+    nodes = {
+        "doc": PrefillNode("a b c " * 9),
+        "huge": FunctionNode(lambda: 10**5000),
+        "waits": BranchNode(" why", ("doc", "huge"), max_tokens=2),
+        "names": BranchNode(" {huge}", ("doc", "huge"), max_tokens=2),
+    }
+    result = run(models["llama"], nodes)
+    assert (result["waits"].state, result["names"].state) == ("done", "failed")
+    assert [node["value"] for node in result.to_dict()["nodes"] if node["name"] == "huge"] == ["<int: ValueError>"]
+
+
+def test_no_thread_left(files: Files) -> None:
+    """Contexts and threads that had been made stayed."""
+    printed = run_ok(
+        """
+        import sys, threading
+        from swarmkv_ll import BranchNode, Model, Pipeline, PrefillNode
+        start, n = threading.Thread.start, 0
+        def limited(self):
+            global n
+            if self.name.startswith("swarmkv context"):
+                n += 1
+                if n == 3:
+                    raise RuntimeError("can't start new thread")
+            start(self)
+        threading.Thread.start = limited
+        nodes = {"doc": PrefillNode("a b c " * 9), **{f"b{i}": BranchNode(" d", "doc") for i in range(5)}}
+        with Model(sys.argv[1]) as model:
+            try:
+                Pipeline(model, nodes, strategy="snapshot", n_parallel=4).run()
+            except RuntimeError as error:
+                print(error, threading.active_count())
+        """,
+        files["llama"],
+    )
+    assert printed == "can't start new thread 1"

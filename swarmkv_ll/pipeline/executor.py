@@ -41,7 +41,7 @@ class Reports(Protocol):
     def tell(self, name: str, text: str) -> None:
         """An answer has grown."""
 
-    def answered(self, name: str, answer: Answer, *, fork_ms: float = 0, restore_ms: float = 0) -> None:
+    def answered(self, name: str, answer: Answer, *, fork_ms: float = 0.0, restore_ms: float = 0.0) -> None:
         """An answer is complete, or is not going to be."""
 
     def span(self, span: Span) -> None:

@@ -29,6 +29,9 @@ from ..timeline import Span
 from .executor import BranchJob, Reports
 from .plan import Plan
 
+PIECE = 128
+"""Tokens of a document that are computed at once: larger pieces are not faster, and keep a cancelled one waiting."""
+
 _Key = tuple[str, "int | None"]
 
 
@@ -99,8 +102,12 @@ class IsolatedExecutor:
             threading.Thread(target=self._work, args=(ctx,), name=f"swarmkv context {i}", daemon=True)
             for i, ctx in enumerate(contexts)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no thread left
+            self.close()
+            raise
 
     def prefill(self, name: str) -> None:
         """Begin a document."""
@@ -126,7 +133,8 @@ class IsolatedExecutor:
         for _ in self._threads:
             self._jobs.put((float("inf"), next(self._count), None))
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         for state in self._states.values():
             state.snapshot.release()
         self._contexts.close()
@@ -261,5 +269,5 @@ class _Timed:
 
 def pieces(n_tokens: int) -> list[int]:
     """Cut a document's next tokens into pieces as equal as can be: then none is smaller than need be (see `policy.TILE`)."""
-    n = -(-n_tokens // N_BATCH)
+    n = -(-n_tokens // PIECE)
     return [n_tokens // n + (i < n_tokens % n) for i in range(n)]

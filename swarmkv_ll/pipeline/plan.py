@@ -203,7 +203,11 @@ class _Planner:
         self.problems: list[SwarmKVError] = []
         self.nodes: dict[str, Any] = {}
         self.edges: dict[str, tuple[str, ...]] = {}
-        for name, node in nodes.items() if isinstance(nodes, Mapping) else nodes:
+        try:
+            pairs = [(name, node) for name, node in (nodes.items() if isinstance(nodes, Mapping) else nodes)]
+        except (TypeError, ValueError):
+            raise InvalidArgumentError("nodes should be a mapping of names to nodes, or (name, node) pairs") from None
+        for name, node in pairs:
             self._take(name, node)
         if not self.nodes:
             self.problems.append(PipelineError("there should be at least one node"))
@@ -218,6 +222,8 @@ class _Planner:
                 self._document(name, node)
             elif isinstance(node, BranchNode):
                 self._branch(name, node)
+            else:
+                self._max_tokens(name, node)
             self._time_limit(name, node)
             self.plan.needs[name] = dict.fromkeys(self.edges[name])
         for name, branch in self.plan.branches.items():
@@ -246,6 +252,7 @@ class _Planner:
             try:
                 if isinstance(node, Node | PrefillNode | BranchNode):
                     self.edges[name] = depends_on(node)
+                    getattr(node, "time_limit", None), getattr(node, "max_tokens", None)
                 else:
                     what = f"{type(node).__name__} is no node: it has no depends_on, or no run(results)"
                     self._problem(name, "run", what)
@@ -288,26 +295,27 @@ class _Planner:
         except SwarmKVError as error:
             self._problem(name, "prompt", str(error), error)
             return
-        planned.n_own += node.max_tokens if isinstance(node.max_tokens, int) else 0
+        planned.n_own += _whole(node.max_tokens) or 0
         if after in self.plan.documents:
             planned.n_before = len(self.plan.documents[after]) if n_prefix is None else n_prefix
         elif after in self.plan.branches:
             planned.n_before = self.plan.branches[after].n_before + self.plan.branches[after].n_own
         try:
-            validate_context_budget(planned.n_before, max(planned.n_own, 0), self.n_ctx)
+            validate_context_budget(planned.n_before, planned.n_own, self.n_ctx)
         except ContextBudgetError as error:
             self._problem(name, "max_tokens", str(error), error)
 
     def _n_prefix(self, name: str, node: BranchNode, after: str) -> int | None:
-        n = node.required_prefix_tokens
-        if n is None:
+        if node.required_prefix_tokens is None:
             return None
+        n = _whole(node.required_prefix_tokens)
         if after not in self.plan.documents:
             self._problem(name, "required_prefix_tokens", f"{after!r} is no document that it could need a part of")
             return None
         most = len(self.plan.documents[after])
-        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= most:
-            message = f"required_prefix_tokens should be 1 to {most}, the length of {after!r}, is {n!r}"
+        if n is None or n > most:
+            given = node.required_prefix_tokens
+            message = f"required_prefix_tokens should be 1 to {most}, the length of {after!r}, is {given!r}"
             self._problem(name, "required_prefix_tokens", message)
             return None
         return n if n < most else None  # all of it is the document's end
@@ -324,19 +332,21 @@ class _Planner:
             elif isinstance(given, PrefillNode):
                 self._problem(name, "prompt", f"the prompt names {{{other}}}, a document: go on from it instead")
             else:
-                most = getattr(given, "max_tokens", FunctionNode.max_tokens)
-                inserted += most if isinstance(most, int) else 0
+                inserted += _whole(getattr(given, "max_tokens", FunctionNode.max_tokens)) or 0
         names = dict.fromkeys(placeholders(node.prompt), "x")
         return len(self.texts.prompt(fill(node.prompt, names), reply=reply)) + inserted
 
     def _sampling(self, name: str, node: BranchNode) -> None:
-        n, priority = node.max_tokens, node.priority
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            self._problem(name, "max_tokens", f"max_tokens should be at least 1, is {n!r}")
+        self._max_tokens(name, node)
         if node.sampler is not None and not hasattr(node.sampler, "for_branch"):
             self._problem(name, "sampler", f"sampler should be a Sampler, is {type(node.sampler).__name__}")
-        if not _positive(priority):
-            self._problem(name, "priority", f"priority should be a finite number above 0, is {priority!r}")
+        if not _positive(node.priority):
+            self._problem(name, "priority", f"priority should be a finite number above 0, is {node.priority!r}")
+
+    def _max_tokens(self, name: str, node: Any) -> None:
+        n = getattr(node, "max_tokens", 1)
+        if _whole(n) is None:
+            self._problem(name, "max_tokens", f"max_tokens should be a whole number, at least 1, is {n!r}")
 
     def _time_limit(self, name: str, node: Any) -> None:
         limit = getattr(node, "time_limit", None)
@@ -344,8 +354,20 @@ class _Planner:
             self._problem(name, "time_limit", f"time_limit should be a finite number of seconds above 0, is {limit!r}")
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+def _positive(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool | str) and math.isfinite(value) and value > 0
+    except (TypeError, OverflowError):  # no number, or above the largest float
+        return False
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number above 0; None for everything else."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+    return number if number > 0 else None
 
 
 def check_range(name: str, value: int | None, least: int, most: int) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..batching import Step
+from ..errors import UpstreamError
 from ..timeline import Mark, Span, Timeline
 from ..timeline import Step as Batch
 
@@ -35,7 +36,8 @@ class NodeResult:
     finished : bool
         Whether the model ended the answer itself.
     n_prefix_tokens, n_tokens : int
-        Tokens it went on from without computing them, and those it fed: a document's, a prompt's.
+        Tokens it went on from without computing them, and those it fed: a document's, a prompt's; behind a branch also
+        the last token of that answer, if no cell holds it.
     n_done : int
         How many of a document's tokens have been computed.
     ready_s, begun_s, ended_s : float or None
@@ -106,7 +108,7 @@ class NodeResult:
             "name": self.name,
             "kind": self.kind,
             "state": self.state,
-            "value": self.value if _plain(self.value) else repr(self.value),
+            "value": _plain(self.value),
             "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
             "tokens": self.tokens,
             "finished": self.finished,
@@ -182,11 +184,17 @@ class PipelineResult(Mapping[str, NodeResult]):
         return {"n": len(sizes), "mean_tokens": mean(sizes), "max_tokens": max(sizes)}
 
     def shares(self) -> dict[str, float]:
-        """Share of the batches' time by kind of work.
+        """Share of the time by kind of work.
 
-        A batch's time in the engine is divided by tokens among "prefill", "prompt" and "decode"; "sample" is choosing
-        tokens, "orchestration" all else that a step takes. What is left of the run is no part of it.
+        "shared": of the batches' time. A batch's time in the engine is divided by tokens among "prefill", "prompt" and
+        "decode"; "sample" is choosing tokens, "orchestration" all else that a step takes. "snapshot": of the contexts'
+        times taken together, with "export" and "restore".
         """
+        if not self.steps:
+            spent: dict[str, float] = {}
+            for span in self.spans:
+                spent[span.kind] = spent.get(span.kind, 0.0) + span.end - span.begin
+            return {kind: s / sum(spent.values()) for kind, s in spent.items()}
         seconds = dict.fromkeys(("prefill", "prompt", "decode", "sample", "orchestration"), 0.0)
         for step in self.steps:
             engine, n = step.decode_end - step.decode_begin, sum(part.n_tokens for part in step.parts)
@@ -203,7 +211,7 @@ class PipelineResult(Mapping[str, NodeResult]):
         for node in self.nodes.values():
             if node.ready_s is not None:
                 until = node.begun_s if node.begun_s is not None else node.ended_s
-                if until is not None and until > node.ready_s:
+                if until is not None and until > node.ready_s + 1e-3:
                     spans.append(Span(node.name, "wait", node.ready_s, until))
             if node.kind == "function" and node.begun_s is not None and node.ended_s is not None:
                 spans.append(Span(node.name, "run", node.begun_s, node.ended_s))
@@ -212,11 +220,11 @@ class PipelineResult(Mapping[str, NodeResult]):
             begin, end = step.decode_begin - self.begun, step.decode_end - self.begun
             batches.append(Batch(begin, end, sum(part.n_tokens for part in step.parts), len(step.parts)))
             spans += [Span(part.name, part.kind, begin, end, part.n_tokens) for part in step.parts]
-        failed = [
-            Mark(node.name, node.ended_s, node.state)
-            for node in self.nodes.values()
-            if node.error is not None and node.ended_s is not None
-        ]
+        failed = []
+        for node in self.nodes.values():
+            cause = self.nodes[node.error.node] if isinstance(node.error, UpstreamError) else node
+            if node.error is not None and cause.ended_s is not None:
+                failed.append(Mark(node.name, cause.ended_s, node.state))
         return Timeline(tuple(self.nodes), tuple(spans), (*self.marks, *failed), tuple(batches))
 
     def to_dict(self) -> dict[str, Any]:
@@ -238,5 +246,10 @@ def _ms(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else 1e3 * (end - begin)
 
 
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool)
+def _plain(value: Any) -> Any:
+    """A value that JSON knows, or how it tells itself."""
+    try:
+        told = repr(value)
+    except Exception as error:  # of the caller's, or an integer of too many digits
+        return f"<{type(value).__name__}: {type(error).__name__}>"
+    return value if value is None or isinstance(value, str | int | float) else told

@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..fanout import N_BATCH
 from ..model import Model
-from ..pipeline_file import PipelineSpec, fill, read_pipeline
+from ..pipeline_file import PipelineSpec, fill, placeholders, read_pipeline
 from ..policy import Policy
 from ..sampling import Sampler
 from ..timeline import Mark, Span
@@ -119,7 +119,7 @@ class Pipeline:
             self._size_shared(n_ctx, min(n_parallel or MAX_BRANCHES, n_branches), n_parallel is None)
         else:
             n_contexts = 2 if n_parallel is None else n_parallel
-            self.n_seq_max, self.n_contexts = 1, min(n_contexts, max(1, n_branches + len(self.plan.documents) - 1))
+            self.n_seq_max, self.n_parallel = 1, min(n_contexts, max(1, n_branches + len(self.plan.documents) - 1))
             self.n_ctx = n_ctx or self.plan.n_longest + HEADROOM
             self.arena_bytes = arena_bytes(model, self.plan) if self.plan.uses else 0
             if arena is not None and arena.stats().largest_free < self.arena_bytes:
@@ -137,7 +137,7 @@ class Pipeline:
                 f"{apart} sequences for documents, {plan.n_held} for branches that others go on from and {n_parallel} "
                 f"for branches at once are more than {MAX_SEQ}"
             )
-        n_parallel = min(n_parallel, n_most)
+        self.n_parallel = n_parallel = min(n_parallel, n_most)
         own = plan.n_own
         if n_ctx is not None and plan.n_cells_held + own[0] > n_ctx:
             error = ContextBudgetError(plan.n_cells_held, own[0], 0, n_ctx)
@@ -246,7 +246,11 @@ class Run:
         self._listeners: list[Callable[[], None]] = []
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._length: dict[str, int] = {}
+        self._length: dict[str, int] = {}  # tokens that each state holds
+        self._spare = (
+            pipeline.n_ctx - self._plan.n_cells_held - self._plan.n_own[0]
+        )  # cells that nobody needs ("shared")
+        self._pending: set[str] = set()  # branches whose state lacks the answer's last token
         self._all_cancelled = False
         self._executor: Executor | None = None
         self._orchestrator = Orchestrator(self._plan.needs, self._start, self._stop, self._skip)
@@ -267,7 +271,7 @@ class Run:
         SwarmKVError
             It could not begin: no memory for its contexts.
         """
-        if not self._ended.wait(timeout):
+        if not self._ended.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"the pipeline is not done after {timeout:g} s")
         if self._error is not None:
             raise self._error
@@ -321,6 +325,8 @@ class Run:
                     yield self._texts[at]
                     at += 1
                 if ended:
+                    if self._error is not None:
+                        raise self._error
                     return
                 await news.wait()
         finally:
@@ -355,13 +361,13 @@ class Run:
         if made.strategy == "shared":
             n_batch = max(N_BATCH, made.n_seq_max)
             ctx = made.model.context(made.n_ctx, made.n_seq_max, n_batch=n_batch, n_threads=made.n_threads)
-            executor = SharedExecutor(stack.enter_context(ctx), plan, self, made.policy)
+            executor = SharedExecutor(stack.enter_context(ctx), plan, self, made.policy, made.n_parallel)
             self._result.steps = executor.decoder.steps
             return executor
         arena = made.arena
         if arena is None:
             arena = stack.enter_context(Arena(max(1, made.arena_bytes)))
-        return IsolatedExecutor(made.model, plan, self, arena, made.n_contexts, made.n_ctx, made.n_threads)
+        return IsolatedExecutor(made.model, plan, self, arena, made.n_parallel, made.n_ctx, made.n_threads)
 
     def _start(self, name: str, results: dict[str, Any]) -> None:
         state = self.nodes[name]
@@ -398,20 +404,35 @@ class Run:
             sampler = (node.sampler or Sampler()).for_branch(list(self._plan.branches).index(name))
             prompt = node.prompt
             if isinstance(prompt, str):
-                prompt = fill(prompt, {other: str(value) for other, value in results.items()})
+                prompt = fill(prompt, {other: str(results[other]) for other in placeholders(prompt)})
             tokens = self._pipeline.texts.prompt(prompt, reply=planned.after in self._plan.branches)
             before = self._length[planned.after] if planned.n_prefix is None else planned.n_prefix
-            # The texts put in may be longer than was planned with.
-            validate_context_budget(before, len(tokens) + node.max_tokens, self._pipeline.longest)
+            self._check_size(name, before, len(tokens) + node.max_tokens)
         except BaseException as error:  # of the caller's __str__ or sampler, too
             self._executor.skip(name)
             if not isinstance(error, SwarmKVError):
                 raise error if isinstance(error, Exception) else NodeError(name, "prompt", repr(error)) from error
             cause = error if isinstance(error, ContextBudgetError) else None
             raise NodeError(name, "prompt", str(error), cause) from error
-        self._length[name] = before + len(tokens) + node.max_tokens
-        state.n_prefix_tokens, state.n_tokens = before, len(tokens)
+        state.n_prefix_tokens, state.n_tokens = before, len(tokens) + (planned.after in self._pending)
         self._executor.branch(BranchJob(name, tokens, node.max_tokens, sampler, node.priority, node.time_limit))
+
+    def _check_size(self, name: str, before: int, n_own: int) -> None:
+        """Whether a branch fits, whose texts may have come out longer than they were planned with.
+
+        Others are not to lack the room that it takes.
+        """
+        made, planned = self._pipeline, self._plan.branches[name]
+        validate_context_budget(before, n_own, made.longest)
+        if made.strategy == "snapshot":
+            if before + n_own > planned.n_before + planned.n_own + HEADROOM:
+                raise ContextBudgetError(before, n_own, 0, planned.n_before + planned.n_own + HEADROOM)
+        elif self._plan.n_children[name]:  # held until they begin
+            if n_own > planned.n_own + self._spare:
+                raise ContextBudgetError(before, n_own, 0, before + planned.n_own + self._spare)
+            self._spare -= max(0, n_own - planned.n_own)
+        elif n_own > self._plan.n_own[0] + self._spare:
+            raise ContextBudgetError(before, n_own, 0, before + self._plan.n_own[0] + self._spare)
 
     def _stop(self, name: str) -> None:
         assert self._executor is not None
@@ -456,12 +477,16 @@ class Run:
                 self._on_token(name, text)
         self._news()
 
-    def answered(self, name: str, answer: Answer, *, fork_ms: float = 0, restore_ms: float = 0) -> None:
+    def answered(self, name: str, answer: Answer, *, fork_ms: float = 0.0, restore_ms: float = 0.0) -> None:
         """An answer is complete, or is not going to be."""
         node = self.nodes[name]
         node.tokens, node.value, node.finished = answer.tokens, answer.text, answer.finished
         node.token_s = [at - self._begun for at in answer.times]
         node.fork_ms, node.restore_ms = fork_ms, restore_ms
+        self._length[name] = node.n_prefix_tokens + node.n_tokens + len(answer.tokens)
+        if answer.tokens and not answer.finished:
+            self._length[name] -= 1  # no cell holds the last one
+            self._pending.add(name)
 
     def span(self, span: Span) -> None:
         """A node did something."""

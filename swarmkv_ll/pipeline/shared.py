@@ -19,9 +19,9 @@ from .plan import Plan
 class SharedExecutor:
     """Runs a `BatchedDecoder` in a thread of its own."""
 
-    def __init__(self, ctx: Context, plan: Plan, reports: Reports, policy: Policy | None) -> None:
+    def __init__(self, ctx: Context, plan: Plan, reports: Reports, policy: Policy | None, n_parallel: int) -> None:
         self._plan, self._reports = plan, reports
-        self.decoder = BatchedDecoder(ctx, policy)
+        self.decoder = BatchedDecoder(ctx, policy, n_parallel)
         self._jobs: dict[str, Prefix | Branch] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="swarmkv decode", daemon=True)
