@@ -15,4 +15,5 @@ def bench_pipeline(benchmark: Any, ratio: Any, model: Model) -> None:
     """Branches against re-prefills, streaming prefill, batched generation, fairness, overhead, memory."""
     rows = benchmark.pedantic(lambda: measure(model, lambda _: None), rounds=1)
     for row in rows:
-        ratio(row.name, row.value, row.target, at_most=row.at_most, **row.details)
+        ratio(row.name, row.value, row.target, at_most=row.at_most)
+    benchmark.extra_info["rows"] = [row.to_dict() for row in rows]
