@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from swarmkv_ll.default_model import fetch_default_model
-
-N_DOCUMENT = 3501
+from swarmkv_ll.pipeline_measure import N_DOCUMENT
 
 
 @pytest.mark.benchmark(group="peers")

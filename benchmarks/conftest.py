@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from swarmkv_ll import Arena, Context, Model, Snapshot
 from swarmkv_ll.default_model import fetch_default_model
 from swarmkv_ll.fanout import prefill
 from swarmkv_ll.measure import Times, activation, copies
+from swarmkv_ll.pipeline_measure import texts
 
-N_DOCUMENT = 3501
 N_CTX = 4608
 
 _ratios: list[tuple[str, float, str, bool]] = []
@@ -57,15 +56,13 @@ def model() -> Iterator[Model]:
 @pytest.fixture(scope="session")
 def document(model: Model) -> npt.NDArray[np.int32]:
     """3,501 tokens of the sample specification, which begins anew at its end."""
-    text = (resources.files("swarmkv_ll") / "data" / "sample_spec.md").read_text(encoding="utf-8")
-    tokens = model.tokenize(text, add_special=True, parse_special=False)
-    return np.resize(tokens, N_DOCUMENT)
+    return texts(model)[0]
 
 
 @pytest.fixture(scope="session")
 def question(model: Model) -> npt.NDArray[np.int32]:
     """A branch's prompt of 5 tokens."""
-    return model.tokenize(" The station's main purpose is", add_special=False, parse_special=False)[-5:]
+    return texts(model)[1]
 
 
 @pytest.fixture(scope="session")

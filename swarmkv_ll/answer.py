@@ -45,6 +45,11 @@ class Answer:
         self.times: list[float] = []
         self.text, self.finished = "", False
 
+    @property
+    def pending(self) -> int | None:
+        """The last token, where no cache holds it: it was cut short there. What goes on from here begins with it."""
+        return self.tokens[-1] if self.tokens and not self.finished else None
+
     def step(self, logits: npt.NDArray[np.float32]) -> int | None:
         """Choose the next token from a row of logits; None when the answer is complete."""
         token = self._sampler.sample(logits)

@@ -119,7 +119,7 @@ class Arena:
         pin: bool = True,
     ) -> None:
         runtime.start()
-        self.n_bytes = _round_up(_positive(n_bytes, "n_bytes"), ALIGNMENT)
+        self.n_bytes = lease_size(_positive(n_bytes, "n_bytes"))
         available = available_memory()
         if self.n_bytes > available:
             raise HostMemoryError(self.n_bytes, available)
@@ -163,13 +163,13 @@ class Arena:
         n_snapshots = _positive(1 + operator.index(n_branches), "1 + n_branches")
         if not ctx.position(seq):
             raise InvalidArgumentError(f"sequence {seq} is empty: there is no state to size an arena by")
-        return cls(n_snapshots * _round_up(ctx.state_size(seq), ALIGNMENT), **options)
+        return cls(n_snapshots * lease_size(ctx.state_size(seq)), **options)
 
     @classmethod
     def for_file(cls, path: str | os.PathLike[str], n_branches: int = 0, **options: Any) -> Arena:
         """An arena with room for what a `.skv` file holds, and for `n_branches` forks of it. `options` as for `Arena`."""
         n_snapshots = _positive(1 + operator.index(n_branches), "1 + n_branches")
-        return cls(n_snapshots * _round_up(peek(path).state_bytes, ALIGNMENT), **options)
+        return cls(n_snapshots * lease_size(peek(path).state_bytes), **options)
 
     def lease(self, n_bytes: int) -> Lease:
         """Take a piece of at least `n_bytes`; its bytes are whatever was there before.
@@ -180,7 +180,7 @@ class Arena:
             No free block is large enough; nothing was taken.
         """
         n_bytes = _positive(n_bytes, "n_bytes")
-        size = _round_up(n_bytes, ALIGNMENT)
+        size = lease_size(n_bytes)
         with alone(self._lock, "arena"):
             self._check_open()
             gaps = self._gaps()
@@ -402,6 +402,11 @@ class _ArrayInterface:
         self.lease = lease
         address = lease.arena._address + lease.offset
         self.__array_interface__ = {"shape": (lease.n_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def lease_size(n_bytes: int) -> int:
+    """Bytes of an arena that a lease of `n_bytes` takes."""
+    return _round_up(n_bytes, ALIGNMENT)
 
 
 def available_memory() -> int:

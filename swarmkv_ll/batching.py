@@ -69,6 +69,21 @@ class Step(NamedTuple):
     sample_s: float
     parts: tuple[Part, ...]
 
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(part.n_tokens for part in self.parts)
+
+    @property
+    def engine_s(self) -> float:
+        """Seconds in the engine."""
+        return self.decode_end - self.decode_begin
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that are neither the engine's nor choosing tokens."""
+        return self.end - self.begin - self.engine_s - self.sample_s
+
 
 class Job:
     """Something a `BatchedDecoder` computes in a sequence: a document or a branch.
@@ -109,11 +124,6 @@ class Job:
         """Tokens it could have in the next batch."""
         return len(self._tokens) - self._at
 
-    @property
-    def _n_needed(self) -> int:
-        """Cells it may still take."""
-        return self.n_tokens
-
 
 class Prefix(Job):
     """A document."""
@@ -147,6 +157,7 @@ class Prefix(Job):
 
     @property
     def _n_needed(self) -> int:
+        """Cells it may still take."""
         return len(self._tokens) - self._at if self._filler is None else 0
 
 
@@ -180,11 +191,11 @@ class Branch(Job):
     @property
     def pending(self) -> int | None:
         """The answer's last token where the cache does not hold it: what goes on from here has to begin with it."""
-        answered = self.answer.tokens
-        return answered[-1] if answered and not self.answer.finished else None
+        return self.answer.pending
 
     @property
     def _n_needed(self) -> int:
+        """Cells it may still take."""
         left = self._max_tokens - max(1, len(self.answer.tokens))  # the answer's last token takes none
         return left + (self.n_tokens if self.kind == "prompt" else 0)
 

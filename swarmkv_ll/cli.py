@@ -24,9 +24,9 @@ from .terminal import (
     duration,
     lines_of,
     loaded_model,
+    one_line,
     out,
     path_of_model,
-    printable,
     progress_bar,
     ratio_table,
     read_text,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .fanout import FanOut
-    from .measure import Ratio, Times
+    from .measure import Ratio
     from .model import Model
 
 
@@ -91,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print("swarmkv:", printable(message), file=sys.stderr)
+    print("swarmkv:", one_line(message), file=sys.stderr)
     return code
 
 
@@ -289,7 +289,6 @@ def _ratios(
     from . import measure
     from .arena import Arena
     from .fanout import document_and_prompts, prefill
-    from .measure import Ratio
 
     tokens, questions = document_and_prompts(model, document, prompts, chat)
     question = questions[0][-5:]
@@ -310,40 +309,12 @@ def _ratios(
     prefill_s = baseline.prefill_ms / 1e3 / len(prompts)
     n = len(result.branches)
     return [
-        *_copy_ratios(copies),
-        *_branch_ratios(prefill_s, copies, active),
-        Ratio(f"these {n} answers, end to end", baseline.end_to_end_ms / result.end_to_end_ms, None, "×"),
-        Ratio("8 × 32 tokens in one batch, against in turn", generation.ratio("one_at_a_time", "together"), 1.3, "×"),
-    ]
-
-
-def _copy_ratios(copies: Times) -> list[Ratio]:
-    from .measure import Ratio
-
-    return [
-        Ratio("fork ÷ np.copyto of as many bytes", copies.ratio("copyto", "fork"), 0.95),
-        Ratio("first fork in a new arena ÷ a warm one", copies.ratio("fork", "first_fork"), 0.75),
-        Ratio("export ÷ np.copyto", copies.ratio("copyto", "export"), 0.85),
-        Ratio("restore ÷ np.copyto", copies.ratio("copyto", "restore"), 0.85),
-        Ratio("share()", 1e6 * copies.median("share"), 20, "µs", at_most=True),
-    ]
-
-
-def _branch_ratios(prefill_s: float, copies: Times, active: Times) -> list[Ratio]:
-    from .measure import Ratio
-
-    bound, forked, held = (active.median(name) for name in ("bound", "forked", "held"))
-
-    def end_to_end(n: int) -> float:
-        return n * (prefill_s + bound) / (prefill_s + copies.median("export") + n * forked)
-
-    return [
-        Ratio("re-prefill ÷ (fork + restore + branch)", (prefill_s + bound) / forked, 100, "×"),
-        Ratio("… as a share of its bound, branch alone", active.ratio("bound", "forked"), 0.85),
-        Ratio("re-prefill ÷ branch, context holds document", (prefill_s + bound) / held, 100, "×"),
-        Ratio("… as a share of its bound, branch alone", active.ratio("bound", "held"), 0.98),
-        Ratio("2 branches, one token each, end to end (computed)", end_to_end(2), 1.95, "×"),
-        Ratio("8 branches, one token each, end to end (computed)", end_to_end(8), 7.5, "×"),
+        *measure.copy_ratios(copies),
+        *measure.branch_ratios(prefill_s, copies, active),
+        measure.Ratio(f"these {n} answers, end to end", baseline.end_to_end_ms / result.end_to_end_ms, None, "×"),
+        measure.Ratio(
+            "8 × 32 tokens in one batch, against in turn", generation.ratio("one_at_a_time", "together"), 1.3, "×"
+        ),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import PipelineError
-from .terminal import duration, err, extra_named, loaded_model, out, printable, ratio_table, show
+from .terminal import check_target, duration, err, extra_named, loaded_model, one_line, out, ratio_table, show
 
 if TYPE_CHECKING:
     from .pipeline import NodeResult, Pipeline, PipelineResult, Run
@@ -71,16 +71,17 @@ def run(
     if plot is not None:
         with extra_named():
             check_picture(plot)
-    taken = {os.path.realpath(file)}
-    for path in (plot, trace):  # found now, not when everything has been computed
+    taken = {Path(file).resolve()}
+    for path in (plot, trace):
         if path is None:
             continue
-        folder = os.path.dirname(path) or "."
-        if not path or not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(path):
-            raise click.UsageError(f"{path!r} cannot be written")
-        if os.path.realpath(path) in taken:
+        try:
+            target = check_target(path)
+        except OSError:
+            raise click.UsageError(f"{path!r} cannot be written") from None
+        if target in taken:
             raise click.UsageError(f"{path} is named twice")
-        taken.add(os.path.realpath(path))
+        taken.add(target)
     try:
         spec = read_pipeline(file)
         with loaded_model(model_path or spec.model) as model:
@@ -92,7 +93,7 @@ def run(
         if len(error.problems) < 2:
             raise
         for problem in error.problems:
-            click.echo(f"swarmkv: {printable(str(problem))}", err=True)
+            click.echo(f"swarmkv: {one_line(problem)}", err=True)
         return 2
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
@@ -104,7 +105,7 @@ def run(
         result.timeline().plot(plot)
     for name, failure in result.errors.items():
         if result[name].state != "skipped":
-            click.echo(f"swarmkv: {printable(f'node {name!r}: {type(failure).__name__}: {failure}')}", err=True)
+            click.echo(f"swarmkv: {one_line(f'node {name!r}: {type(failure).__name__}: {failure}')}", err=True)
     return 1 if result.errors else 0
 
 
@@ -185,7 +186,7 @@ def _times(result: PipelineResult, *, wide: bool) -> Group:
     for name in shown:
         table.add_column(name, justify="left" if name == "node" else "right", no_wrap=True)
     for node in result.values():
-        gaps = node.to_dict()["gaps_ms"] or {}
+        gaps = node.gaps or {}
         branch = node.kind == "branch"
         cells = (
             node.name,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import textwrap
@@ -16,7 +15,6 @@ import click
 from rich import box
 from rich.table import Table
 
-from .cache import target_of
 from .errors import (
     ContextFullError,
     IncompatibleSnapshotError,
@@ -25,6 +23,8 @@ from .errors import (
     SnapshotFileError,
 )
 from .terminal import (
+    check_target,
+    clean,
     duration,
     extra_named,
     loaded_model,
@@ -145,18 +145,13 @@ def save(
                     taken.save(out_path)
                 saved = perf_counter()
     times = f"prefilled in {_seconds(begin, prefilled)}, saved in {_seconds(exported, saved)}"
-    click.echo(f"{_clean(out_path)}: {len(tokens):,} tokens, {_size(os.path.getsize(out_path))}; {times}")
+    click.echo(f"{clean(out_path)}: {len(tokens):,} tokens, {_size(os.path.getsize(out_path))}; {times}")
 
 
 def _check_target(path: str) -> None:
-    """Before a long prefill: refuse what could not be written after it."""
     if path == "-":
         raise click.UsageError("-o -: a file is written whole and takes its name then, which standard output cannot")
-    folder = target_of(path)[0].parent
-    if not folder.is_dir():
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    if not os.access(folder, os.W_OK):
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+    check_target(path)
 
 
 # ── info ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,7 +207,7 @@ def info(path: str, as_json: bool, layers: bool, plot: str | None) -> None:
 def _title(record: Record, path: str, drawn: list[int]) -> str:
     """Above a picture: file, model, and which sequences."""
     names = [os.path.basename(path), getattr(record.identity.model, "name", "")]
-    short = [name if len(name) <= 70 else f"{name[:45]}…{name[-24:]}" for name in map(_clean, names) if name]
+    short = [name if len(name) <= 70 else f"{name[:45]}…{name[-24:]}" for name in map(clean, names) if name]
     n = len(record.layout.sequences)
     if n > len(drawn):
         what = f"the {len(drawn)} longest of {n} sequences" if len(drawn) > 1 else f"the longest of {n} sequences"
@@ -226,11 +221,11 @@ def _title(record: Record, path: str, drawn: list[int]) -> str:
 def _header(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Names and values for people."""
     identity, sizes = found["identity"], found["bytes"]
-    yield "file", f"{_clean(found['file'])}, {_size(sizes['file'])}, {_FORMATS[found['format']]}"
+    yield "file", f"{clean(found['file'])}, {_size(sizes['file'])}, {_FORMATS[found['format']]}"
     sequences = found["sequences"]
     if found["kind"] == "context":
         n = len(sequences)
-        yield "kind", f"a whole context of {_clean(found['architecture'])}: {n} sequence{'s' * (n > 1)}"
+        yield "kind", f"a whole context of {clean(found['architecture'])}: {n} sequence{'s' * (n > 1)}"
     elif found["kind"] == "delta":
         yield "kind", f"a delta: one sequence from position {found['begin']:,} on, to be appended to what comes before"
     else:
@@ -239,15 +234,15 @@ def _header(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     types = ", ".join(f"{kind.upper()} {' and '.join(names)}" for kind, names in found["types"].items() if names)
     if identity:
         model = identity["model"]
-        yield "model", f"{_clean(model['name'])}, fingerprint {_clean(model['fingerprint'])[:16]}…"
-        yield "engine", _clean(identity["engine"])
-        context = f"K {_clean(identity['type_k'])}, V {_clean(identity['type_v'])}"
+        yield "model", f"{clean(model['name'])}, fingerprint {clean(model['fingerprint'])[:16]}…"
+        yield "engine", clean(identity["engine"])
+        context = f"K {clean(identity['type_k'])}, V {clean(identity['type_v'])}"
         yield "types", types or f"none kept (of a context with {context})"
         yield "attention", "flash attention" if identity["flash_attn"] else "without flash attention"
         rotated = " and ".join(kind for kind, on in zip("KV", identity["rotation"], strict=True) if on)
         yield "rotation", f"{rotated} rows" if rotated else "none"
         yield "RoPE", _rope(identity["rope"])
-        adapters = (f"{_clean(a['fingerprint'])[:16]}… × {a['scale']:g}" for a in identity["adapters"])
+        adapters = (f"{clean(a['fingerprint'])[:16]}… × {a['scale']:g}" for a in identity["adapters"])
         yield "adapters", ", ".join(adapters) or "none"
     else:
         yield "model", f"{untold}, nor is the engine, flash attention, RoPE or adapters"
@@ -293,7 +288,7 @@ def _sequence(seq: str, of: dict[str, Any], begin: int) -> str:
 def _rope(rope: dict[str, Any]) -> str:
     from .identity import Rope
 
-    return _clean(str(Rope(**rope)))
+    return clean(str(Rope(**rope)))
 
 
 def _show_layers(rows: list[LayerRow]) -> None:
@@ -346,11 +341,6 @@ def _seconds(begin: float, end: float) -> str:
     return duration(1e3 * (end - begin))
 
 
-def _clean(text: object) -> str:
-    """A file's text without what could steer a terminal, or not be printed."""
-    return "".join(c if c.isprintable() else "�" for c in str(text))
-
-
 # ── restore-check ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -401,7 +391,7 @@ def restore_check(
         from .arena import Arena
 
         with model.context(**_wanted(record, n_tokens, {**asked, **given})) as ctx, Arena(n_bytes) as arena:
-            _tell("context", f"{_clean(model.path.name)}: {_context(ctx)}")
+            _tell("context", f"{clean(model.path.name)}: {_context(ctx)}")
             ok = _try(lambda: _load(path, form, ctx, arena), form == "llama", ctx, n_tokens, allow_inexact, quick)
     command.exit(0 if ok else 1)
 
@@ -555,7 +545,7 @@ def _tell(name: str, value: object) -> None:
 
 def _tell_all(name: str, values: Any) -> None:
     for value in values:
-        _tell(name, _clean(value).replace("allow_inexact=True", "--allow-inexact"))
+        _tell(name, clean(value).replace("allow_inexact=True", "--allow-inexact"))
         name = ""
 
 
@@ -582,7 +572,7 @@ def slice_(path: str, n_tokens: int, out_path: str) -> None:
         raise click.UsageError(f"N should be 1 to {before}, the tokens in {path}; is {n_tokens}")
     record, state = opened.record.slice(opened.state, n_tokens).write()
     _write(record, state, opened.format, out_path)
-    click.echo(f"{_clean(out_path)}: {n_tokens:,} of {before:,} tokens, {_size(os.path.getsize(out_path))}")
+    click.echo(f"{clean(out_path)}: {n_tokens:,} of {before:,} tokens, {_size(os.path.getsize(out_path))}")
 
 
 @snapshot.command(short_help="Write the same state for another shape of context.")
@@ -628,7 +618,7 @@ def convert(path: str, out_path: str, n_stream: int | None, v_transposed: bool |
     laid_out = f", V {'transposed' if layout.v_transposed else 'by rows'}" if with_v else ""
     streams = f", {layout.n_stream} stream{'s' * (layout.n_stream > 1)}" if layout.n_stream else ""
     click.echo(
-        f"{_clean(out_path)}: {_FORMATS[kind]}, {layout.n_tokens:,} tokens{streams}{laid_out}, {_size(os.path.getsize(out_path))}"
+        f"{clean(out_path)}: {_FORMATS[kind]}, {layout.n_tokens:,} tokens{streams}{laid_out}, {_size(os.path.getsize(out_path))}"
     )
 
 

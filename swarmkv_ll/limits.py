@@ -28,7 +28,8 @@ KV_TYPES: dict[str, int] = {
 _BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q5_1": 5, "q5_0": 5, "q4_1": 4, "q4_0": 4, "iq4_nl": 4}
 """Bits a value takes at least."""
 
-_MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is an assert in the engine
+MAX_THREADS = 512
+"""GGML_MAX_N_THREADS; more is an assert in the engine."""
 
 
 def default_n_threads() -> int:
@@ -70,7 +71,7 @@ def check_context(
         ("n_seq_max", n_seq_max, 1, int(C.llama_max_parallel_sequences())),
         ("n_batch", n_batch, 1, 2**24),
         ("n_ubatch", n_ubatch, 1, 2**24),
-        ("n_threads", n_threads, 1, _MAX_THREADS),
+        ("n_threads", n_threads, 1, MAX_THREADS),
     ):
         if not low <= operator.index(value) <= high:
             raise InvalidArgumentError(f"{name} should be {low} to {high}, is {value}")

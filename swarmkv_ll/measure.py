@@ -152,3 +152,31 @@ def batched_generation(
 
     with Sampler() as greedy:
         return interleaved(rounds, one_at_a_time=one_at_a_time, together=lambda: generate(range(1, 1 + n_branches)))
+
+
+def copy_ratios(copies: Times) -> list[Ratio]:
+    """What `copies` took, against its bound, `np.copyto`."""
+    return [
+        Ratio("fork ÷ np.copyto of as many bytes", copies.ratio("copyto", "fork"), 0.95),
+        Ratio("first fork in a new arena ÷ a warm one", copies.ratio("fork", "first_fork"), 0.75),
+        Ratio("export ÷ np.copyto", copies.ratio("copyto", "export"), 0.85),
+        Ratio("restore ÷ np.copyto", copies.ratio("copyto", "restore"), 0.85),
+        Ratio("share()", 1e6 * copies.median("share"), 20, "µs", at_most=True),
+    ]
+
+
+def branch_ratios(prefill_s: float, copies: Times, active: Times) -> list[Ratio]:
+    """What `activation` took, against a prefill of `prefill_s` seconds and against its bound."""
+    bound, forked, held = (active.median(name) for name in ("bound", "forked", "held"))
+
+    def end_to_end(n: int) -> float:
+        return n * (prefill_s + bound) / (prefill_s + copies.median("export") + n * forked)
+
+    return [
+        Ratio("re-prefill ÷ (fork + restore + branch)", (prefill_s + bound) / forked, 100, "×"),
+        Ratio("… as a share of its bound, branch alone", active.ratio("bound", "forked"), 0.85),
+        Ratio("re-prefill ÷ branch, context holds document", (prefill_s + bound) / held, 100, "×"),
+        Ratio("… as a share of its bound, branch alone", active.ratio("bound", "held"), 0.98),
+        Ratio("2 branches, one token each, end to end (computed)", end_to_end(2), 1.95, "×"),
+        Ratio("8 branches, one token each, end to end (computed)", end_to_end(8), 7.5, "×"),
+    ]

@@ -29,7 +29,8 @@ Key = tuple[str, ...]
 DEFAULT_MAX_TOKENS = 64
 """Tokens of an answer at most, where neither agent nor file says."""
 
-STRATEGIES = ("shared", "snapshot")
+Strategy = Literal["shared", "snapshot"]
+STRATEGIES: tuple[Strategy, ...] = ("shared", "snapshot")
 
 # ── what a file says ─────────────────────────────────────────────────────────────────────────────────
 
@@ -108,7 +109,7 @@ class PipelineSpec:
 
     path: str
     model: str | None
-    strategy: Literal["shared", "snapshot"]
+    strategy: Strategy
     chat: bool | None
     n_ctx: int | None
     n_parallel: int | None
@@ -123,8 +124,10 @@ class PipelineSpec:
 
 # ── placeholders ─────────────────────────────────────────────────────────────────────────────────────
 
-_NAME = "[A-Za-z_][A-Za-z0-9_-]*"
-_PLACEHOLDER = re.compile(rf"\{{\{{({_NAME})\}}\}}|\{{({_NAME})\}}")
+NAME = "[A-Za-z_][A-Za-z0-9_-]*"
+"""A regular expression for names of nodes."""
+
+_PLACEHOLDER = re.compile(rf"\{{\{{({NAME})\}}\}}|\{{({NAME})\}}")
 
 
 def placeholders(prompt: str) -> list[str]:
@@ -378,7 +381,7 @@ class _Table:
         tables = []
         for inner, values in (found or {}).items():
             table = _Table(self.file, (*self.key, name, inner), values)
-            if not re.fullmatch(_NAME, inner):
+            if not re.fullmatch(NAME, inner):
                 table.problem(None, "a name should be letters, digits, _ and -, and not begin with a digit or -")
             if isinstance(values, dict):
                 tables.append(table)

@@ -195,8 +195,7 @@ def unfairness(steps: list[Step], n_branches: int) -> float:
 def overhead(steps: list[Step]) -> float:
     """Share of decode steps' time that is neither the engine's nor choosing tokens."""
     steps = [step for step in steps if all(part.kind == "decode" for part in step.parts)]
-    total = sum(step.end - step.begin for step in steps)
-    return sum(step.end - step.begin - (step.decode_end - step.decode_begin) - step.sample_s for step in steps) / total
+    return sum(step.overhead_s for step in steps) / sum(step.end - step.begin for step in steps)
 
 
 _PEAK = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .cache import target_of
 from .default_model import fetch_default_model, find_default_model
 
 if TYPE_CHECKING:
@@ -115,9 +117,30 @@ def read_text(path: str) -> str:
         raise click.UsageError(f"{path} is not UTF-8 text (byte {error.start})") from None
 
 
-def printable(text: str) -> str:
-    """On one line, and without what would be commands to a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+def check_target(path: str) -> Path:
+    """Refuse what could not be written, before the work whose result goes there. Gives the file that `path` leads to.
+
+    Raises
+    ------
+    OSError
+        It cannot: a folder, no such folder, or one that may not be written to.
+    """
+    target = target_of(path)[0]
+    if not target.parent.is_dir():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    if not os.access(target.parent, os.W_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+    return target
+
+
+def clean(text: object) -> str:
+    """Text without what could steer a terminal, or not be printed."""
+    return "".join(c if c.isprintable() else "�" for c in str(text))
+
+
+def one_line(message: object) -> str:
+    """A message for standard error."""
+    return clean(" ".join(str(message).split()))
 
 
 def lines_of(text: str) -> list[str]:

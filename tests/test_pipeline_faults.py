@@ -258,7 +258,8 @@ def test_functions_that_do_not_return(models: Models, stuck: Callable[..., Any])
     assert result["ok"].state == "done"
 
 
-def test_a_function_that_does_not_return_is_cancelled(models: Models, stuck: Callable[..., Any]) -> None:
+def behind(model: Model, stuck: Callable[..., Any], n: int) -> tuple[Run, list[str]]:
+    """A run whose only thread is in a function that does not return; `n` others wait, and would note their calls."""
     calls: list[str] = []
     began = threading.Event()
 
@@ -267,9 +268,14 @@ def test_a_function_that_does_not_return_is_cancelled(models: Models, stuck: Cal
         stuck()
 
     nodes: dict[str, Any] = {"stuck": FunctionNode(sticks)}
-    nodes |= {f"f{i}": FunctionNode(lambda i=i: calls.append(f"f{i}")) for i in range(3)}
-    started = Pipeline(models["llama"], nodes, n_workers=1).start()
+    nodes |= {f"f{i}": FunctionNode(lambda i=i: calls.append(f"f{i}")) for i in range(n)}
+    started = Pipeline(model, nodes, n_workers=1).start()
     assert began.wait(LONG)
+    return started, calls
+
+
+def test_a_function_that_does_not_return_is_cancelled(models: Models, stuck: Callable[..., Any]) -> None:
+    started, calls = behind(models["llama"], stuck, 3)
     started.cancel("f1")
     started.cancel("stuck")
     result = in_time(started.result)
@@ -455,23 +461,12 @@ def test_waiting_for_a_while(models: Models) -> None:
 
 
 def test_functions_that_wait_are_not_called_once_all_are_cancelled(models: Models, stuck: Callable[..., Any]) -> None:
-    calls: list[str] = []
-    began = threading.Event()
-
-    def first() -> None:
-        began.set()
-        stuck()
-
-    nodes: dict[str, Any] = {"first": FunctionNode(first)}
-    nodes |= {f"f{i}": FunctionNode(lambda i=i: calls.append(f"f{i}")) for i in range(20)}
-    pipeline = Pipeline(models["llama"], nodes, n_workers=1)
-    started = pipeline.start()
-    assert began.wait(LONG)
+    started, calls = behind(models["llama"], stuck, 20)
     started.cancel()
     result = in_time(started.result)
     assert {node.state for node in result.values()} == {"cancelled"}
     for thread in threading.enumerate():
-        if thread.name.startswith("swarmkv f") and thread.name != "swarmkv first":
+        if thread.name.startswith("swarmkv f"):
             thread.join(LONG)
     assert calls == []
 

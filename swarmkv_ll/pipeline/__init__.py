@@ -17,12 +17,14 @@
 `isolated`        branches in contexts of their own
 `workers`         plain Python functions
 `results`         what came of it, and where the time went
-`run`             all of it together
+`definition`      a pipeline as it is given: checked, sized
+`run`             one at work
 ================  ======================================================================================
 """
 
+from .definition import Pipeline
 from .nodes import BranchNode, FunctionNode, Node, PrefillNode
 from .results import NodeResult, PipelineResult
-from .run import Pipeline, Run
+from .run import Run
 
 __all__ = ["BranchNode", "FunctionNode", "Node", "NodeResult", "Pipeline", "PipelineResult", "PrefillNode", "Run"]

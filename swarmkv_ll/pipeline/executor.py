@@ -55,7 +55,7 @@ class Reports(Protocol):
 
 
 class Executor(Protocol):
-    """Runs documents and branches. Calls come from one thread and return at once."""
+    """Runs documents and branches. Calls come one at a time, also from threads that report, and return at once."""
 
     def prefill(self, name: str) -> None:
         """Begin a document."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..answer import Answer
-from ..arena import ALIGNMENT, Arena
+from ..arena import Arena, lease_size
 from ..budget import HEADROOM
 from ..context import Context
 from ..errors import NodeCancelledError, NodeTimeoutError
@@ -60,7 +60,7 @@ def arena_bytes(model: Model, plan: Plan) -> int:
         else:
             planned = plan.branches[name]
             lengths.append(planned.n_before + planned.n_own + (HEADROOM if name in filled else 0))
-    return sum(-(-(sizes[0] + (n - 1) * a_token) // ALIGNMENT) * ALIGNMENT for n in lengths)
+    return sum(lease_size(sizes[0] + (n - 1) * a_token) for n in lengths)
 
 
 class IsolatedExecutor:
@@ -218,8 +218,7 @@ class IsolatedExecutor:
             raise
         finally:
             self._reports.answered(name, answer, restore_ms=restore_ms)
-        pending = answer.tokens[-1] if answer.tokens and not answer.finished else None
-        self._keep((name, None), ctx, None, pending)
+        self._keep((name, None), ctx, None, answer.pending)
         self._reports.done(name, answer.text)
 
     def _keep(self, key: _Key, ctx: Context, tokens: Tokens | None, pending: int | None) -> None:
@@ -242,8 +241,14 @@ class IsolatedExecutor:
         if state is not None:
             state.snapshot.release()
 
-    def _span(self, name: str, kind: str, n_tokens: int) -> _Timed:
-        return _Timed(self._reports, name, kind, n_tokens)
+    @contextmanager
+    def _span(self, name: str, kind: str, n_tokens: int) -> Iterator[None]:
+        """Report how long a block took."""
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            self._reports.span(Span(name, kind, begin, perf_counter(), n_tokens))
 
 
 class _Held:
@@ -251,20 +256,6 @@ class _Held:
 
     key: _Key | None = None
     n_tokens = 0
-
-
-class _Timed:
-    """Tells how long a block took."""
-
-    def __init__(self, reports: Reports, name: str, kind: str, n_tokens: int) -> None:
-        self._reports, self._what = reports, (name, kind, n_tokens)
-
-    def __enter__(self) -> None:
-        self._begin = perf_counter()
-
-    def __exit__(self, *_: Any) -> None:
-        name, kind, n_tokens = self._what
-        self._reports.span(Span(name, kind, self._begin, perf_counter(), n_tokens))
 
 
 def pieces(n_tokens: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ class Orchestrator:
                 del self._lacks[other][name]
                 self._begin_if_ready(other)
 
-    def _cancel(self, names: Mapping[str, Needs] | tuple[str, ...]) -> None:
+    def _cancel(self, names: Iterable[str]) -> None:
         for name in names:
             if name in self.outcomes:
                 continue

@@ -8,7 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,17 +26,11 @@ from ..errors import (
     SwarmKVError,
 )
 from ..model import Model, Tokens
-from ..pipeline_file import fill, placeholders
+from ..pipeline_file import NAME, fill, placeholders
 from .nodes import BranchNode, FunctionNode, Node, PrefillNode
-
-Strategy = Literal["shared", "snapshot"]
-STRATEGIES: tuple[Strategy, ...] = ("shared", "snapshot")
 
 MAX_BRANCHES = 64
 """Branches at once in one context, where nothing else is asked for."""
-
-MAX_THREADS = 512
-"""Of a context: the engine's limit."""
 
 Nodes = Mapping[str, Node | PrefillNode | BranchNode] | Iterable[tuple[str, Node | PrefillNode | BranchNode]]
 
@@ -50,12 +45,15 @@ class BranchPlan:
         The document or branch it goes on from.
     n_prefix : int or None
         Only so much of the document.
+    index : int
+        Which of the branches it is.
     n_before, n_own : int
         Tokens it begins behind, and those that it adds: prompt and answer.
     """
 
     after: str
     n_prefix: int | None
+    index: int
     n_before: int = 0
     n_own: int = 0
 
@@ -104,7 +102,7 @@ class Plan:
         held = sum(branch.n_own for name, branch in self.branches.items() if self.n_children[name])
         return held + sum(len(tokens) for tokens in self.documents.values())
 
-    @property
+    @cached_property
     def n_own(self) -> list[int]:
         """Cells of the branches that nobody goes on from, the largest first."""
         own = [branch.n_own for name, branch in self.branches.items() if not self.n_children[name]]
@@ -211,10 +209,11 @@ class _Planner:
             self._take(name, node)
         if not self.nodes:
             self.problems.append(PipelineError("there should be at least one node"))
-        tangled = dag.check(self.edges)
-        self.problems += tangled
-        # Of a graph without an order documents come first: their lengths are needed.
-        order = dag.order(self.edges) if not tangled else sorted(self.edges, key=self._is_no_document)
+        try:
+            order = dag.order(self.edges)
+        except PipelineError as tangled:
+            self.problems += tangled.problems
+            order = sorted(self.edges, key=self._is_no_document)  # first documents: their lengths are needed
         self.plan.nodes = {name: self.nodes[name] for name in order}
         for name in order:
             node = self.nodes[name]
@@ -241,7 +240,7 @@ class _Planner:
         self.problems.append(NodeError(name, key, message, cause))
 
     def _take(self, name: Any, node: Any) -> None:
-        if not isinstance(name, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_-]*", name):
+        if not isinstance(name, str) or not re.fullmatch(NAME, name):
             self.problems.append(
                 PipelineError(f"a node's name should be letters, digits, - and _, and begin with no digit: {name!r}")
             )
@@ -288,7 +287,7 @@ class _Planner:
             self._problem(name, "depends_on", f"a branch goes on from a document or branch; {after!r} is neither")
             return
         n_prefix = self._n_prefix(name, node, after)
-        planned = BranchPlan(after, n_prefix)
+        planned = BranchPlan(after, n_prefix, len(self.plan.branches))
         self.plan.branches[name] = planned
         try:
             planned.n_own = self._n_prompt(name, node, reply=isinstance(parent, BranchNode))
@@ -324,8 +323,8 @@ class _Planner:
         """Tokens of a prompt, with the texts of other branches as long as those can be."""
         if not isinstance(node.prompt, str):
             return len(self.texts.prompt(node.prompt, reply=reply))
-        inserted = 0
-        for other in placeholders(node.prompt):
+        inserted, named = 0, placeholders(node.prompt)
+        for other in named:
             given = self.nodes.get(other)
             if other not in self.edges[name]:
                 self._problem(name, "prompt", f"the prompt names {{{other}}}, which is not in depends_on")
@@ -333,8 +332,8 @@ class _Planner:
                 self._problem(name, "prompt", f"the prompt names {{{other}}}, a document: go on from it instead")
             else:
                 inserted += _whole(getattr(given, "max_tokens", FunctionNode.max_tokens)) or 0
-        names = dict.fromkeys(placeholders(node.prompt), "x")
-        return len(self.texts.prompt(fill(node.prompt, names), reply=reply)) + inserted
+        filled = fill(node.prompt, dict.fromkeys(named, "x"))
+        return len(self.texts.prompt(filled, reply=reply)) + inserted
 
     def _sampling(self, name: str, node: BranchNode) -> None:
         self._max_tokens(name, node)

@@ -98,12 +98,17 @@ class NodeResult:
             return None
         return (len(self.token_s) - 1) / (self.token_s[-1] - self.token_s[0])
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data for JSON; instead of every gap its percentiles and jitter (their standard deviation)."""
+    @property
+    def gaps(self) -> dict[str, float] | None:
+        """Of `gaps_ms` the percentiles "p50", "p95" and "p99", "max", and "jitter", their standard deviation."""
         gaps = self.gaps_ms
-        spread = (
-            dict(zip(("p50", "p95", "p99"), np.percentile(gaps, (50, 95, 99)).tolist(), strict=True)) if gaps else {}
-        )
+        if not gaps:
+            return None
+        spread = dict(zip(("p50", "p95", "p99"), np.percentile(gaps, (50, 95, 99)).tolist(), strict=True))
+        return {**spread, "max": max(gaps), "jitter": pstdev(gaps)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data for JSON."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -118,7 +123,7 @@ class NodeResult:
             "time_ms": self.time_ms,
             "first_token_ms": self.first_token_ms,
             "first_token_at_ms": 1e3 * self.token_s[0] if self.token_s else None,
-            "gaps_ms": {**spread, "max": max(gaps), "jitter": pstdev(gaps)} if gaps else None,
+            "gaps_ms": self.gaps,
             "tokens_per_s": self.tokens_per_s,
             "fork_ms": self.fork_ms,
             "restore_ms": self.restore_ms,
@@ -180,7 +185,7 @@ class PipelineResult(Mapping[str, NodeResult]):
         """Of the engine's batches: how many, and tokens in one: mean and most; None without ("snapshot")."""
         if not self.steps:
             return None
-        sizes = [sum(part.n_tokens for part in step.parts) for step in self.steps]
+        sizes = [step.n_tokens for step in self.steps]
         return {"n": len(sizes), "mean_tokens": mean(sizes), "max_tokens": max(sizes)}
 
     def shares(self) -> dict[str, float]:
@@ -197,11 +202,10 @@ class PipelineResult(Mapping[str, NodeResult]):
             return {kind: s / sum(spent.values()) for kind, s in spent.items()}
         seconds = dict.fromkeys(("prefill", "prompt", "decode", "sample", "orchestration"), 0.0)
         for step in self.steps:
-            engine, n = step.decode_end - step.decode_begin, sum(part.n_tokens for part in step.parts)
             for part in step.parts:
-                seconds[part.kind] += engine * part.n_tokens / n
+                seconds[part.kind] += step.engine_s * part.n_tokens / step.n_tokens
             seconds["sample"] += step.sample_s
-            seconds["orchestration"] += step.end - step.begin - engine - step.sample_s
+            seconds["orchestration"] += step.overhead_s
         total = sum(seconds.values())
         return {kind: s / total for kind, s in seconds.items()} if total else {}
 
@@ -218,7 +222,7 @@ class PipelineResult(Mapping[str, NodeResult]):
         batches = []
         for step in self.steps:
             begin, end = step.decode_begin - self.begun, step.decode_end - self.begun
-            batches.append(Batch(begin, end, sum(part.n_tokens for part in step.parts), len(step.parts)))
+            batches.append(Batch(begin, end, step.n_tokens, len(step.parts)))
             spans += [Span(part.name, part.kind, begin, end, part.n_tokens) for part in step.parts]
         failed = []
         for node in self.nodes.values():

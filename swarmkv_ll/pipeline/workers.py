@@ -39,7 +39,7 @@ class Workers:
         failed: Callable[[str, BaseException], None],
     ) -> None:
         self._begun, self._done, self._failed = begun, done, failed
-        self._n_free = n_workers
+        self._n_free, self._closed = n_workers, False
         self._waiting: deque[_Task] = deque()
         self._running: dict[str, threading.Timer | None] = {}
         self._lock = threading.Lock()
@@ -49,6 +49,10 @@ class Workers:
         with self._lock:
             self._waiting.append(_Task(name, function, time_limit))
         self._next()
+
+    def close(self) -> None:
+        """Call no more functions: those that wait are going to be cancelled."""
+        self._closed = True
 
     def cancel(self, name: str) -> None:
         """End a function that was submitted, or is running."""
@@ -63,7 +67,7 @@ class Workers:
         """Call what waits, as far as threads are free."""
         while True:
             with self._lock:
-                if not self._n_free or not self._waiting:
+                if self._closed or not self._n_free or not self._waiting:
                     return
                 task = self._waiting.popleft()
                 self._n_free -= 1
