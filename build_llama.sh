@@ -12,6 +12,8 @@ lib=$root/swarmkv_ll/_lib
 unpacked=$root/vendor/llama.cpp
 work=$root/vendor/build        # everything this script needs only while it works
 log=$work/build.log
+tools=(llama-batched-bench llama-server)
+tool_names='llama-batched-bench and llama-server'
 
 say()  { printf 'build_llama: %s\n' "$*"; }
 fail() { printf 'build_llama: %s\n' "$*" >&2; exit 2; }
@@ -29,8 +31,10 @@ the headers and build-info.json into swarmkv_ll/_lib/. Does nothing when nothing
   --arch N       GPU architecture for --cuda, e.g. 61; may be repeated
   --source DIR   build a llama.cpp checkout of your own instead of the pinned one
   --again        use the --portable and --source of the last run here; this is what pip does
+  --tools        build llama-batched-bench and llama-server of the same source instead, to measure against. They use
+                 the libraries in swarmkv_ll/_lib, which are built first if absent, and are put into the cache
   --jobs N       compile N files at a time (default: one per processor, fewer if memory is short)
-  --clean        remove everything built or unpacked here, and this configuration's cached build, then stop
+  --clean        remove everything built or unpacked here, and this configuration's cached build and tools, then stop
   --help         show this text
 
 pip runs this script by itself, with --again or with the options in SWARMKV_BUILD_OPTIONS. CC, CXX, CFLAGS, CXXFLAGS,
@@ -41,7 +45,7 @@ HELP
 
 # ---------------------------------------------------------------- options
 
-portable=no source_dir='' jobs='' again=no clean=no cuda=''
+target=libraries portable=no source_dir='' jobs='' again=no clean=no cuda=''
 needs_value() { [[ $# -ge 2 && -n $2 ]] || fail "$1 needs a value, see --help"; }
 while [[ $# -gt 0 ]]; do
   case $1 in
@@ -49,6 +53,7 @@ while [[ $# -gt 0 ]]; do
     --cuda) cuda=$1 ;;
     --arch) needs_value "$@"; cuda="$1 $2"; shift ;;
     --source) needs_value "$@"; source_dir=$2; shift ;;
+    --tools) target=tools log=$work/tools.log ;;
     --jobs) needs_value "$@"; jobs=$2; shift ;;
     --again) again=yes ;;
     --clean) clean=yes ;;
@@ -59,6 +64,12 @@ while [[ $# -gt 0 ]]; do
 done
 [[ -z $cuda ]] || fail "$cuda: the CUDA backend is not delivered by this version yet; nothing was changed"
 [[ -z $jobs || $jobs =~ ^[1-9][0-9]*$ ]] || fail "--jobs needs a positive number, not '$jobs'"
+
+if [[ $target == tools ]]; then
+  [[ $portable == no && -z $source_dir ]] ||
+    fail "--tools goes with neither --portable nor --source: it builds on the libraries that are in swarmkv_ll/_lib"
+  again=no
+fi
 
 if [[ $again == yes && -f $work/options ]]; then
   { read -r portable; read -r source_dir; } <"$work/options"
@@ -293,6 +304,50 @@ toolchain=$compiler_id$'\n'$(uname -m)$'\n'$(getconf GNU_LIBC_VERSION 2>/dev/nul
 key=$(printf '%s\n' "$recipe" "$toolchain" "${flags[@]}" "${tree:-$sha256}" "$stamp" | digest)
 key=${key:0:32}
 
+# ---------------------------------------------------------------- the same for --tools
+
+tools_parts=(common ggml/include include scripts/ui-assets.cmake src/llama-ext.h tools/{batched-bench,mtmd,server}
+  tools/ui/{CMakeLists.txt,ui.cpp.in,ui.h.in} vendor)
+
+configure_tools() {  # SOURCE BUILD
+  local maps
+  maps=$(printf -- '-ffile-prefix-map=%q=. -ffile-prefix-map=%q=build' "$1" "$2")
+  cmake -S "$root/vendor/tools" -B "$2" -G Ninja "-DENGINE=$1" "-DLIB=$lib" "-DLLAMA_BUILD_COMMIT=$stamp" \
+    -DCMAKE_BUILD_TYPE=Release -DCMAKE_SKIP_RPATH=ON "-DCMAKE_EXE_LINKER_FLAGS=${LDFLAGS:-}" \
+    "-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }$maps" "-DCMAKE_CXX_FLAGS=${CXXFLAGS:+$CXXFLAGS }$maps"
+}
+
+# Checks the tools by running them as they are meant to be run: LD_LIBRARY_PATH names the libraries, and the current
+# folder is where the engine looks for its CPU backends.
+stage_tools() {  # BUILD STAGE
+  local tool said
+  mkdir "$2"
+  for tool in "${tools[@]}"; do
+    cp "$1/bin/$tool" "$2/" || return
+    said=$(cd "$lib" && LD_LIBRARY_PATH=$lib "$2/$tool" --version 2>&1) && [[ $said == *"$stamp"* ]] || {
+      printf '%s does not run, or is not of %s:\n%s\n' "$tool" "$stamp" "$said"
+      return 1
+    }
+  done
+  "$python" - "$2" <<'PYTHON'
+import datetime, json, os, pathlib, sys
+
+stage, env = pathlib.Path(sys.argv[1]), os.environ
+info = {
+    "stamp": env["STAMP"],
+    "commit": env["COMMIT"],
+    "package": env["PACKAGE"],
+    "version": env["VERSION"],
+    "sdist_sha256": env["SHA256"],
+    "compiler": env["COMPILER"],
+    "built_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    "key": env["KEY"],
+    "files": {path.name: path.stat().st_size for path in sorted(stage.iterdir())},
+}
+(stage / "build-info.json").write_text(json.dumps(info, indent=2) + "\n")
+PYTHON
+}
+
 # ---------------------------------------------------------------- folders, locks, space
 
 # usable DIR: it exists or can be made, and a file can be written into it.
@@ -306,19 +361,7 @@ usable "${lib%/*}" || fail "cannot write into ${lib%/*}: make this clone writabl
 usable "${unpacked%/*}" || fail "cannot write into ${unpacked%/*}: make this clone writable"
 [[ ! -e $unpacked || -d $unpacked ]] || fail "$unpacked is in the way: it is not a folder"
 
-# hold_lock FD WHAT: wait for another run. The lock ends with this process and its compilers, however they end.
-hold_lock() {
-  if ! flock -n "$1"; then
-    say "waiting for another build of $2"
-    flock "$1"
-  fi
-}
-exec 9>"$work/lock"
-hold_lock 9 "this clone"
-
-# ---------------------------------------------------------------- what is there already
-
-# state DIR: "whole" when DIR holds a finished build of exactly this configuration, otherwise what is wrong with it.
+# state DIR: "whole" when DIR holds a finished build of exactly this $key, otherwise what is wrong with it.
 state() {
   [[ -d $1 ]] || { echo absent; return; }
   "$python" - "$1" "$key" <<'PYTHON'
@@ -335,6 +378,35 @@ except (OSError, ValueError, KeyError):
 PYTHON
 }
 
+# libraries_stamp: of what is in _lib, as swarmkv_ll.runtime.STAMP has it; fails if that is not the pinned llama.cpp.
+libraries_stamp() {
+  "$python" - "$lib/build-info.json" "$commit" <<'PYTHON'
+import json, sys
+
+info = json.load(open(sys.argv[1]))
+if info["source"] != "pin" or info["commit"] != sys.argv[2]:
+    sys.exit(1)
+print(info["stamp"], info["build_ids"]["libllama.so"][:16], sep="/")
+PYTHON
+}
+
+# The libraries first, in a run of its own that has the lock to itself.
+if [[ $target == tools && $clean == no && ! $(state "$lib") =~ ^(whole|other)$ ]]; then
+  "$BASH" "${BASH_SOURCE[0]}" --again ${jobs:+--jobs "$jobs"} || exit
+fi
+
+# hold_lock FD WHAT: wait for another run. The lock ends with this process and its compilers, however they end.
+hold_lock() {
+  if ! flock -n "$1"; then
+    say "waiting for another build of $2"
+    flock "$1"
+  fi
+}
+exec 9>"$work/lock"
+hold_lock 9 "this clone"
+
+# ---------------------------------------------------------------- what is there already
+
 remember_options() { printf '%s\n' "$portable" "$source_dir" >"$work/options"; }
 
 cache=${XDG_CACHE_HOME:-${HOME:-/dev/null}/.cache}/swarmkv-ll
@@ -345,26 +417,11 @@ fi
 cached=$cache/builds/$key
 
 if [[ $clean == yes ]]; then
-  rm -rf "$lib" "$unpacked" "$cached"
+  rm -rf "$lib" "$unpacked" "$cached" "$cache/tools/$stamp"
   find "$work" -mindepth 1 -maxdepth 1 ! -name lock -exec rm -rf {} +
   say "removed what was built and unpacked here; downloads stay in $cache/downloads"
   exit 0
 fi
-
-lib_state=$(state "$lib")
-case $lib_state in
-  whole)
-    remember_options
-    say "nothing to do: swarmkv_ll/_lib is up to date (stamp $stamp)"
-    exit 0 ;;
-  unfinished | damaged) say "swarmkv_ll/_lib is $lib_state (an interrupted build?): repairing it" ;;
-esac
-
-# Leftovers of a run that was killed.
-rm -rf "$work"/{tmp,stage,old,unpack}
-mkdir -p "$work/tmp"
-export TMPDIR=$work/tmp        # pip and the compiler: one place to check for space, and to clean up
-trap 'rm -rf "$work/tmp"' EXIT
 
 # install_lib DIR: put a complete DIR in the place of _lib. Whenever this is killed, _lib is either whole or absent, and
 # a process that has the old libraries open keeps them.
@@ -375,26 +432,66 @@ install_lib() {
   remember_options
 }
 
-install_cached() {
+# use_cached: $cached is whole.
+use_cached() {
+  if [[ $target == tools ]]; then
+    say "nothing to do: $tool_names are in $cached"
+    return
+  fi
   cp -R "$cached" "$work/stage" 2>>"$log" || fail "cannot copy the cached build $cached (disk full?): see $log"
   install_lib "$work/stage"
   say "swarmkv_ll/_lib is ready: stamp $stamp, copied from the build cache"
 }
 
+if [[ $target == tools ]]; then
+  # From here on this run is about the tools: what is unpacked and built, and where it ends up.
+  stamp=$(libraries_stamp 2>/dev/null) ||
+    fail "--tools builds on the pinned llama.cpp, but swarmkv_ll/_lib holds another: run ./build_llama.sh first"
+  recipe=$(declare -f configure_tools stage_tools && cat "$root/vendor/tools/CMakeLists.txt")
+  key=$(printf '%s\n' "$recipe" "${tools_parts[@]}" "$toolchain" "${CFLAGS:-}" "${CXXFLAGS:-}" "${LDFLAGS:-}" \
+    "$sha256" "$stamp" | digest)
+  key=${key:0:32}
+  cached=$cache/tools/$stamp build=$work/tools configuration=$key
+  unpacked=$work/tools-source unpacked_id=$key engine=$work/tools-source parts=("${tools_parts[@]}")
+  if [[ $(state "$cached") == whole ]]; then
+    use_cached
+    exit 0
+  fi
+else
+  build=$work/tree unpacked_id=$sha256 parts=("${engine_parts[@]}")
+  configuration=$(printf '%s\n' "$recipe" "$toolchain" "${flags[@]}" "$engine" "${source_dir:-$sha256}" | digest)
+  lib_state=$(state "$lib")
+  case $lib_state in
+    whole)
+      remember_options
+      say "nothing to do: swarmkv_ll/_lib is up to date (stamp $stamp)"
+      exit 0 ;;
+    unfinished | damaged) say "swarmkv_ll/_lib is $lib_state (an interrupted build?): repairing it" ;;
+  esac
+fi
+
+# Leftovers of a run that was killed.
+rm -rf "$work"/{tmp,stage,old,unpack}
+mkdir -p "$work/tmp"
+export TMPDIR=$work/tmp        # pip and the compiler: one place to check for space, and to clean up
+trap 'rm -rf "$work/tmp"' EXIT
+
 : >"$log"
 if [[ -z $source_dir ]]; then
   case $(state "$cached") in
-    whole) install_cached; exit 0 ;;
+    whole) use_cached; exit 0 ;;
     absent) ;;
     *) rm -rf "$cached" ;;
   esac
-  if usable "$cache/builds"; then
+  if usable "${cached%/*}"; then
     exec 8>"$cached.lock"
     hold_lock 8 "this configuration"        # another clone may be compiling just this
     if [[ $(state "$cached") == whole ]]; then
-      install_cached
+      use_cached
       exit 0
     fi
+  elif [[ $target == tools ]]; then
+    fail "cannot write into ${cached%/*}"
   fi
 fi
 
@@ -446,17 +543,17 @@ cmake_is_usable() {
 ninja_is_usable() { ninja --version >/dev/null 2>&1; }
 
 if ! cmake_is_usable || ! ninja_is_usable; then
-  tools=$cache/tools-$(uname -m)
-  if [[ ! -d $tools ]]; then
+  programs=$cache/tools-$(uname -m)
+  if [[ ! -d $programs ]]; then
     say "getting cmake and ninja from the Python package index"
     find_pip
     "${pip[@]}" install -q --target "$work/tmp/tools" 'cmake>=3.18' ninja >>"$log" 2>&1 ||
       fail "cmake (3.18 or newer) and ninja are absent and pip could not get them: $(grep -m1 ERROR "$log" || true)"
     # Another clone may have been faster; its copy is as good.
-    mv -T "$work/tmp/tools" "$tools" 2>/dev/null || [[ -d $tools ]]
+    mv -T "$work/tmp/tools" "$programs" 2>/dev/null || [[ -d $programs ]]
   fi
-  PATH=$tools/cmake/data/bin:$tools/bin:$PATH
-  cmake_is_usable && ninja_is_usable || fail "the cmake or ninja in $tools does not run: remove that folder and try again"
+  PATH=$programs/cmake/data/bin:$programs/bin:$PATH
+  cmake_is_usable && ninja_is_usable || fail "the cmake or ninja in $programs does not run: remove that folder and try again"
 fi
 
 # ---------------------------------------------------------------- download, verify, unpack
@@ -480,41 +577,39 @@ download() {
 }
 
 unpack() {
-  local archive=$cache/downloads/$sdist actual part members=()
+  local archive=$cache/downloads/$sdist actual
   [[ -f $archive ]] || download
   actual=$(digest <"$archive")
   if [[ $actual != "$sha256" ]]; then
     rm -f "$archive"
     fail "hash mismatch in $sdist: expected sha256 $sha256, got $actual; nothing was unpacked, the file was removed"
   fi
-  for part in "${engine_parts[@]}"; do members+=("${sdist%.tar.gz}/$folder/$part"); done
   mkdir "$work/unpack"
   # Unpacked aside and renamed when complete: vendor/llama.cpp is never half there.
-  "$python" - "$archive" "$work/unpack" "${members[@]}" 2>>"$log" <<'PYTHON' || fail "cannot unpack $archive: $(tail -n1 "$log")"
-import pathlib, sys, tarfile
+  "$python" - "$archive" "$work/unpack" "${sdist%.tar.gz}/$folder" "${parts[@]}" \
+    2>>"$log" <<'PYTHON' || fail "cannot unpack $archive: $(tail -n1 "$log")"
+import sys, tarfile
 
-archive, target, *parts = sys.argv[1:]
-prefix = pathlib.PurePosixPath(parts[0]).parent
+archive, target, folder, *parts = sys.argv[1:]
+wanted = [f"{folder}/{part}" for part in parts]
 with tarfile.open(archive) as tar:
     for member in tar:
-        if (member.isfile() or member.isdir()) and any(member.name == p or member.name.startswith(p + "/") for p in parts):
-            member.name = str(pathlib.PurePosixPath(member.name).relative_to(prefix))
+        if (member.isfile() or member.isdir()) and any(f"{member.name}/".startswith(f"{name}/") for name in wanted):
+            member.name = member.name[len(folder) + 1:]
             tar.extract(member, target, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
 PYTHON
-  printf '%s\n' "$sha256" >"$work/unpack/.pin"
+  printf '%s\n' "$unpacked_id" >"$work/unpack/.pin"
   rm -rf "$unpacked"
   mv "$work/unpack" "$unpacked"
 }
 
-if [[ -z $source_dir && ! ( -f $unpacked/.pin && $(<"$unpacked/.pin") == "$sha256" ) ]]; then
+if [[ -z $source_dir && ! ( -f $unpacked/.pin && $(<"$unpacked/.pin") == "$unpacked_id" ) ]]; then
   unpack
 fi
 
 # ---------------------------------------------------------------- build
 
 # An unfinished build goes on where it stopped, unless it was one of something else.
-build=$work/tree
-configuration=$(printf '%s\n' "$recipe" "$toolchain" "${flags[@]}" "$engine" "${source_dir:-$sha256}" | digest)
 if [[ -d $build ]]; then
   if [[ -f $build/.configuration && $(<"$build/.configuration") == "$configuration" ]]; then
     if [[ -z $source_dir ]]; then say "continuing an unfinished build"; fi
@@ -541,6 +636,25 @@ failed_step() {
   exit 2
 }
 
+keep_in_cache() {
+  { mkdir -p "${cached%/*}" && cp -R "$work/stage" "$cached.$$" && mv -T "$cached.$$" "$cached"; } 2>>"$log" ||
+    { rm -rf "$cached.$$"; return 1; }
+}
+
+if [[ $target == tools ]]; then
+  say "building $tool_names with $jobs jobs; log: vendor/build/tools.log"
+  SECONDS=0
+  configure_tools "$engine" "$build" >>"$log" 2>&1 || failed_step "configuring the tools"
+  cmake --build "$build" --target "${tools[@]}" --parallel "$jobs" >>"$log" 2>&1 || failed_step "compiling the tools"
+  STAMP=$stamp COMMIT=$commit PACKAGE=$package VERSION=$version SHA256=$sha256 KEY=$key \
+    COMPILER=$(head -n1 <<<"$compiler_id") stage_tools "$build" "$work/stage" >>"$log" 2>&1 ||
+    failed_step "checking the tools"
+  keep_in_cache || fail "cannot write $cached (disk full?): see $log"
+  rm -rf "$build" "$unpacked" "$work/stage"
+  say "$tool_names are ready in $cached, built in $((SECONDS / 60)) min $((SECONDS % 60)) s"
+  exit 0
+fi
+
 cpu=native
 if [[ $portable == yes ]]; then cpu=portable; fi
 say "building llama.cpp $identity ($cpu CPU backend${instruction_sets[*]:+: ${instruction_sets[*]}}) with $jobs jobs; log: vendor/build/build.log"
@@ -564,10 +678,7 @@ STAMP=$stamp SOURCE_ID=$source_id COMMIT=$commit PACKAGE=$package VERSION=$versi
 
 if [[ -z $source_dir ]]; then
   # Into the cache for the next clone; a full or read-only cache is no reason to fail now.
-  if ! { mkdir -p "$cache/builds" && cp -R "$work/stage" "$cached.$$" && mv -T "$cached.$$" "$cached"; } 2>>"$log"; then
-    rm -rf "$cached.$$"
-    say "could not keep a copy in the cache $cache"
-  fi
+  keep_in_cache || say "could not keep a copy in the cache $cache"
   rm -rf "$build"              # a --source build stays: it is compiled again, in part, after each edit
 fi
 install_lib "$work/stage"

@@ -1,35 +1,28 @@
-"""Beside what a user would take instead: llama-cpp-python's own way to save and load a state, on the same library."""
+"""Beside what a user would take instead, on the same library: llama-cpp-python and llama.cpp's own tools."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swarmkv_ll.default_model import fetch_default_model
-from swarmkv_ll.pipeline_measure import N_DOCUMENT
+from swarmkv_ll import Model
+from swarmkv_ll.campaign.peers import PEERS, Case, compare, missing
+from swarmkv_ll.limits import default_n_threads
+from swarmkv_ll.pipeline_measure import texts
+
+WANTED = {"save_load": 20, "fan_out_vs_llama_batched_bench": 0.95, "fan_out_vs_llama_server": 4}
+"""Of the comparisons that have a target; the others are in `extra_info` only."""
 
 
 @pytest.mark.benchmark(group="peers")
-@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed, see docs/interop.md")
-@pytest.mark.parametrize("n_batch", [512, 2048])
-def bench_save_and_load(benchmark: Any, ratio: Any, n_batch: int) -> None:
-    """In a process of its own, where llama-cpp-python holds the document; both save and load in turns.
-
-    It copies its scores too, n_batch rows of the vocabulary: 512 is its own default, 2,048 llama.cpp's and ours.
-    """
-    run = [
-        sys.executable,
-        str(Path(__file__).with_name("peer_llama_cpp_python.py")),
-        str(fetch_default_model()),
-        str(N_DOCUMENT),
-        str(n_batch),
-    ]
-    done = benchmark.pedantic(lambda: subprocess.run(run, capture_output=True, text=True, check=True), rounds=1)
-    found = json.loads(done.stdout.splitlines()[-1])
-    ratio(f"save + load, times as fast as llama-cpp-python's, n_batch {n_batch:,}", found.pop("ratio"), 20, **found)
+@pytest.mark.parametrize("peer", PEERS)
+def bench_peer(benchmark: Any, ratio: Any, model: Model, peer: str) -> None:
+    """One trial of `swarmkv bench --peers`, both sides in turns."""
+    if why := missing(peer):
+        pytest.skip(why)
+    case = Case(model.path, *texts(model), default_n_threads())
+    for found in benchmark.pedantic(lambda: compare(peer, case, model, lambda _: None), rounds=1):
+        benchmark.extra_info[found.name] = found.ratio
+        if found.name in WANTED:
+            ratio(f"{found.name.replace('_', ' ')}, times as fast as {peer}", found.ratio, WANTED[found.name])

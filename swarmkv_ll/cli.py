@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__
+from .cli_bench import bench
 from .cli_run import run
 from .cli_snapshot import snapshot
 from .errors import SwarmKVError
@@ -60,6 +61,7 @@ def cli() -> None:
     """Prefill a document once, fork its KV state, answer from every branch."""
 
 
+cli.add_command(bench)
 cli.add_command(run)
 cli.add_command(snapshot)
 

@@ -467,3 +467,7 @@ class NodeCancelledError(SwarmKVError):
     def __init__(self, node: str) -> None:
         self.node = node
         super().__init__(f"node {node!r} was cancelled")
+
+
+class CampaignError(SwarmKVError):
+    """A benchmark campaign cannot begin or go on: its folder, its files or its settings."""

@@ -44,10 +44,10 @@ def path_of_model(named: str | None) -> Path:
         return fetch_default_model(lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def progress_bar() -> Progress:
-    """On standard error, and gone when it is done; nothing where that is no terminal."""
+def progress_bar(width: int = 17) -> Progress:
+    """On standard error, and gone when it is done; nothing where that is no terminal. `width` is its text's."""
     return Progress(
-        TextColumn("{task.description:<17}"),
+        TextColumn(f"{{task.description:<{width}}}"),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(),

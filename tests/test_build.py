@@ -29,6 +29,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPT = REPOSITORY / "build_llama.sh"
 LIB = REPOSITORY / "swarmkv_ll" / "_lib"
+TOOLS_PROJECT = "vendor/tools/CMakeLists.txt"
 
 COMMIT = "1234567890abcdef1234567890abcdef12345678"
 
@@ -71,6 +72,29 @@ MINIATURE = {
     ),
     "vendor/CMakeLists.txt": "\n",
     "tools/not-needed.txt": "not read by a build of the libraries\n",
+    # What --tools reads besides.
+    "common/CMakeLists.txt": """
+        add_library(llama-common STATIC common.c)
+        target_compile_definitions(llama-common PRIVATE COMMIT="${LLAMA_BUILD_COMMIT}")
+        target_link_libraries(llama-common PUBLIC llama)
+        """,
+    "common/common.c": (
+        '#include <stdio.h>\n#include "ggml.h"\n#include "llama.h"\n'
+        'int show(void) { return printf("commit %s, engine %s, %s\\n", COMMIT, ggml_commit(), where()) < 0; }\n'
+    ),
+    "tools/mtmd/CMakeLists.txt": "\n",
+    "tools/ui/CMakeLists.txt": "\n",
+    **{
+        f"tools/{folder}/{name}": text
+        for folder in ("server", "batched-bench")
+        for name, text in {
+            "CMakeLists.txt": f"""
+                add_executable(llama-{folder} main.c)
+                target_link_libraries(llama-{folder} PRIVATE llama-common)
+                """,
+            "main.c": "int show(void);\nint main(void) { return show(); }\n",
+        }.items()
+    },
 }
 
 PACKAGING = {
@@ -130,6 +154,8 @@ class Clone:
         self.cache = cache / "swarmkv-ll"
         self.lib.parent.mkdir(parents=True)
         shutil.copy(SCRIPT, folder)
+        (folder / TOOLS_PROJECT).parent.mkdir(parents=True)
+        shutil.copy(REPOSITORY / TOOLS_PROJECT, folder / TOOLS_PROJECT)
         self.write_lock(sha256)
         self.environment = {
             "HOME": str(folder),
@@ -195,6 +221,13 @@ class Clone:
         assert isinstance(info, dict)
         return info
 
+    @property
+    def tools(self) -> Path:
+        """Where --tools puts what it builds on the libraries that are there."""
+        build_ids = self.info()["build_ids"]
+        assert isinstance(build_ids, dict)
+        return self.cache / "tools" / str(self.info()["stamp"]) / str(build_ids["libllama.so"])[:16]
+
     def is_whole(self) -> bool:
         files = self.info()["files"]
         assert isinstance(files, dict)
@@ -256,7 +289,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_help_names_every_option(clone: Clone) -> None:
     text = clone.build("--help")
-    for option in ("--portable", "--cuda", "--arch", "--source", "--jobs", "--clean", "--help"):
+    for option in ("--portable", "--cuda", "--arch", "--source", "--tools", "--jobs", "--clean", "--help"):
         assert option in text
     assert not clone.work.exists()
 
@@ -271,6 +304,8 @@ def test_help_names_every_option(clone: Clone) -> None:
         (["--cuda"], "not delivered by this version yet"),
         (["--arch", "61"], "not delivered by this version yet"),
         (["--cuda", "--arch", "61", "--arch", "70"], "not delivered by this version yet"),
+        (["--tools", "--portable"], "--tools goes with neither --portable nor --source"),
+        (["--source", ".", "--tools"], "--tools goes with neither --portable nor --source"),
         (["--source", "nowhere"], "not a llama.cpp checkout: it has no CMakeLists.txt"),
     ],
 )
@@ -428,11 +463,11 @@ def test_damaged_cache_is_not_trusted(rebuildable: Clone) -> None:
     assert rebuildable.is_whole()
 
 
-def slow_compiler(folder: Path) -> tuple[str, Path]:
+def slow_compiler(folder: Path, last: str = "src/llama.c.o") -> tuple[str, Path]:
     """A C compiler that hangs on the library's last file for as long as the returned file exists."""
     compiler, brake = folder / "slow-cc", folder / "brake"
     compiler.write_text(
-        f'#!/bin/sh\ncase "$*" in *src/llama.c.o*) while [ -e "{brake}" ]; do sleep 0.1; done;; esac\nexec cc "$@"\n'
+        f'#!/bin/sh\ncase "$*" in *{last}*) while [ -e "{brake}" ]; do sleep 0.1; done;; esac\nexec cc "$@"\n'
     )
     compiler.chmod(0o755)
     brake.touch()
@@ -555,12 +590,17 @@ def test_cache_that_cannot_be_written_is_done_without(clone: Clone, tmp_path: Pa
     assert "nothing to do" in clone.build()
 
 
-def test_full_disk(clone: Clone, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", ["", "--tools"])
+def test_full_disk(rebuildable: Clone, tmp_path: Path, options: str) -> None:
+    clone = rebuildable
+    if not options:
+        shutil.rmtree(clone.lib)
+        shutil.rmtree(clone.cache / "builds")
     small = tmp_path / "small"
     small.mkdir()
     inside = (
         f"mount -t tmpfs -o size=40m none {small} && cp -r {clone.folder} {small}/clone"
-        f" && exec bash {small}/clone/{SCRIPT.name}"
+        f" && exec bash {small}/clone/{SCRIPT.name} {options}"
     )
     probe = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False)
     if probe.returncode != 0:
@@ -618,12 +658,146 @@ def test_engine_that_does_not_carry_the_stamp_is_refused(clone: Clone, tmp_path:
 
 
 def test_clean_removes_what_was_built_and_keeps_downloads(rebuildable: Clone) -> None:
+    rebuildable.tools.mkdir(parents=True)
     assert "removed" in rebuildable.build("--clean")
     assert not rebuildable.lib.exists()
     assert not rebuildable.unpacked.exists()
     assert not list(rebuildable.cache.glob("builds/*/*"))
+    assert not list(rebuildable.cache.glob("tools/*"))
     assert list(rebuildable.cache.glob("downloads/*.tar.gz"))
     assert "built in" in rebuildable.build(PIP_FIND_LINKS="/nonexistent")
+
+
+# ── --tools ──
+
+
+def run_tool(tool: Path, lib: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run it as its users do: the libraries named, and the current folder the one where the CPU backends lie."""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(lib)}
+    return subprocess.run([tool, *arguments], cwd=lib, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_tools_are_built_on_the_libraries_that_are_there(rebuildable: Clone) -> None:
+    before = snapshot(rebuildable.lib)
+    out = rebuildable.build("--tools")
+    tools = rebuildable.tools
+    assert out.splitlines()[-1].startswith(
+        f"build_llama: llama-batched-bench and llama-server are ready in {tools}, built in"
+    )
+    assert snapshot(rebuildable.lib) == before
+    assert {path.name for path in tools.iterdir()} == {"build-info.json", "llama-batched-bench", "llama-server"}
+
+    stamp = f"{tools.parent.name}/{tools.name}"
+    info = json.loads((tools / "build-info.json").read_text())
+    assert (info["stamp"], info["commit"]) == (stamp, COMMIT)
+    assert info["files"] == {name: (tools / name).stat().st_size for name in ("llama-batched-bench", "llama-server")}
+    for name in info["files"]:
+        done = run_tool(tools / name, rebuildable.lib)
+        assert done.stdout == f"commit {stamp}, engine {tools.parent.name}, ./src/llama.c\n"
+        assert os.fsencode(rebuildable.folder) not in (tools / name).read_bytes()
+    # Nothing of the work is left, and the libraries' own sources and build were not touched.
+    assert {path.name for path in rebuildable.work.iterdir()} == {"tools.log", "lock"}
+    assert not rebuildable.unpacked.exists()
+
+    before = snapshot(tools.parent)
+    assert rebuildable.build("--tools") == (
+        f"build_llama: nothing to do: llama-batched-bench and llama-server are in {tools}\n"
+    )
+    assert snapshot(tools.parent) == before
+    assert "nothing to do: swarmkv_ll/_lib is up to date" in rebuildable.build()
+
+
+def test_tools_build_missing_libraries_first_and_take_any_others(clone: Clone) -> None:
+    clone.build("--portable")
+    shutil.rmtree(clone.lib)
+    out = clone.build("--tools")
+    assert "swarmkv_ll/_lib is ready" in out
+    assert clone.info()["cpu"] == "portable"
+    assert (clone.tools / "llama-server").exists()
+    assert not (clone.unpacked / "common").exists()
+    before = snapshot(clone.lib)
+    assert clone.build("--tools").startswith("build_llama: nothing to do: llama-batched-bench")
+    assert snapshot(clone.lib) == before
+
+
+@pytest.mark.parametrize("other", [{"source": "tree:0123456789ab"}, {"commit": "0" * 40}])
+def test_tools_refuse_libraries_that_are_not_of_the_pin(rebuildable: Clone, other: dict[str, str]) -> None:
+    (rebuildable.lib / "build-info.json").write_text(json.dumps(rebuildable.info() | other))
+    rebuildable.work.mkdir()
+    (rebuildable.work / "options").write_text("no\n/a/checkout\n")
+    for options in (["--tools"], ["--tools", "--again"]):
+        line = rebuildable.refuse(*options)
+        assert "builds on the pinned llama.cpp, but swarmkv_ll/_lib holds another: run ./build_llama.sh first" in line
+    assert not rebuildable.tools.exists()
+
+
+def test_tools_check_the_source_package(rebuildable: Clone) -> None:
+    (archive,) = rebuildable.cache.glob("downloads/*.tar.gz")
+    os.truncate(archive, archive.stat().st_size - 1)
+    assert "hash mismatch" in rebuildable.refuse("--tools")
+    assert not archive.exists()
+    assert not (rebuildable.work / "tools-source").exists()
+
+
+def test_damaged_tools_are_built_again(rebuildable: Clone) -> None:
+    rebuildable.build("--tools")
+    os.truncate(rebuildable.tools / "llama-server", 100)
+    assert "are ready in" in rebuildable.build("--tools")
+    assert run_tool(rebuildable.tools / "llama-server", rebuildable.lib).returncode == 0
+
+
+def test_killed_build_of_the_tools_is_continued(rebuildable: Clone, tmp_path: Path) -> None:
+    compiler, brake = slow_compiler(tmp_path, "llama-server.dir/main.c.o")
+    process = rebuildable.start("--tools", "--jobs", "2", CC=compiler)
+    wait_for(rebuildable.work / "tools.log", "Linking C executable")  # the other one
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not rebuildable.tools.exists()
+    brake.unlink()
+    assert "continuing an unfinished build" in rebuildable.build("--tools", CC=compiler)
+    assert "llama-batched-bench.dir/main.c.o" not in (rebuildable.work / "tools.log").read_text()
+    assert (rebuildable.tools / "llama-server").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "step"),
+    [
+        ("add_subdirectory(nowhere)", "configuring the tools"),
+        ("target_compile_options(llama-server PRIVATE -Dmain=3)", "compiling the tools"),
+        ("target_link_options(llama-server PRIVATE -Wl,--wrap=show,--defsym=__wrap_show=0)", "checking the tools"),
+    ],
+)
+def test_failed_build_of_the_tools_shows_the_log(rebuildable: Clone, line: str, step: str) -> None:
+    with (rebuildable.folder / TOOLS_PROJECT).open("a") as project:
+        project.write(line + "\n")
+    done = rebuildable.run("--tools")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"build_llama: {step} failed; the last lines of {rebuildable.work}/tools.log:\n")
+    assert not rebuildable.tools.exists()
+
+
+def test_tools_of_another_stamp_are_refused(rebuildable: Clone) -> None:
+    project = rebuildable.folder / TOOLS_PROJECT
+    project.write_text(project.read_text().replace("foreach (part", "set(LLAMA_BUILD_COMMIT another)\nforeach (part"))
+    done = rebuildable.run("--tools")
+    assert "llama-batched-bench does not run, or is not of" in done.stderr
+    assert "commit another" in done.stderr
+    assert not rebuildable.tools.exists()
+
+
+def test_tools_that_could_not_be_kept_are_not_compiled(rebuildable: Clone) -> None:
+    (rebuildable.cache / "tools").write_text("in the way")
+    assert f"cannot write into {rebuildable.tools.parent}" in rebuildable.refuse("--tools")
+    assert not (rebuildable.work / "tools").exists()
+
+
+def test_tools_without_a_cache_are_kept_in_the_clone(rebuildable: Clone) -> None:
+    shutil.rmtree(rebuildable.cache.parent)
+    rebuildable.cache.parent.write_text("in the way")
+    out = rebuildable.build("--tools")
+    assert f"cannot write into the cache {rebuildable.cache}" in out
+    assert f"are ready in {rebuildable.work}/cache/tools/" in out
+    assert "nothing to do" in rebuildable.build("--tools")
 
 
 # ── the engine this test suite runs with ──
@@ -708,3 +882,25 @@ def test_backend_asks_for_what_is_missing_only(monkeypatch: pytest.MonkeyPatch, 
     assert "cmake>=3.18" in backend._missing_tools()
     monkeypatch.setenv("PATH", "/nonexistent")
     assert {"cmake>=3.18", "ninja"} <= set(backend._missing_tools())
+
+
+def test_tools_run_on_this_engine(info: dict[str, object]) -> None:
+    build_ids = info["build_ids"]
+    assert isinstance(build_ids, dict)
+    stamp = f"{info['stamp']}/{build_ids['libllama.so'][:16]}"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(cache, "swarmkv-ll", "tools", stamp)
+    if not (folder / "build-info.json").exists():
+        pytest.skip("the tools are not built: run ./build_llama.sh --tools")
+    for name in ("llama-batched-bench", "llama-server"):
+        done = run_tool(folder / name, LIB, "--version")
+        assert f"commit {stamp}" in done.stdout + done.stderr
+        text = subprocess.run(
+            ["ldd", folder / name],
+            env=os.environ | {"LD_LIBRARY_PATH": str(LIB)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        found = dict(re.findall(r"(lib(?:llama|ggml)\S*) => (\S+)", text))
+        assert found == {library: str(LIB / library) for library in ("libllama.so", "libggml.so", "libggml-base.so")}

@@ -35,7 +35,8 @@ ORDER = [
     ["measure", "pipeline"],
     ["pipeline_measure"],
     ["doctor", "terminal"],
-    ["cli_run", "cli_snapshot"],
+    ["campaign"],
+    ["cli_bench", "cli_run", "cli_snapshot"],
     ["cli"],
     ["__main__"],
 ]

@@ -1,0 +1,1 @@
+"""The benchmark campaign: what is measured, in which order, and what comes of it."""

@@ -1,0 +1,167 @@
+"""The machine that is measured on: what it is, threads pinned to its processors, and how quiet it was."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ..arena import available_memory
+from ..context import Context
+from ..doctor import examine
+from ..model import Model, Tokens
+
+CPUS = frozenset(os.sched_getaffinity(0))
+"""Processors of this process, before anything was pinned."""
+
+_COPY_BYTES = 32 << 20
+_ROUNDS = 5
+
+
+def describe() -> dict[str, Any]:
+    """What was measured on, as plain data that names no path."""
+    found = examine()
+    engine, memory = found["engine"], found["memory"]
+    return {
+        "cpu": _cpu(),
+        "cpus": len(CPUS),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_available_bytes": available_memory(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": found["python"],
+        "numpy": np.__version__,
+        "engine": f"llama.cpp {engine['version']} at {engine['commit'][:12]}",
+        "stamp": engine["stamp"],
+        "compiler": engine["compiler"],
+        "instruction_sets": engine["instruction_sets"],
+        "devices": [f"{d['name']}: {d['description']}" for d in found["devices"]],
+        "waiting": found["threads"]["waiting"],
+        "pinned": memory["pinned"],
+        "huge_pages": memory["huge_pages"],
+    }
+
+
+def _cpu() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith(("model name", "Model")):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+@contextmanager
+def pinned_threads(n_threads: int, work: Callable[[], object]) -> Iterator[bool]:
+    """Bind this thread and the engine's, one to a processor, for the block. Gives whether it could be done.
+
+    The engine's are those that `work` (which decodes something) has running. Processes started meanwhile inherit one
+    processor, if they do not ask for `CPUS` again.
+    """
+    work()  # the pool is made at the first decode
+    before = _busy()
+    for _ in range(3):
+        work()
+    spent = {tid: ticks - before.get(tid, 0) for tid, ticks in _busy().items()}
+    main = threading.get_native_id()
+    workers = sorted((tid for tid in spent if tid != main), key=lambda tid: -spent[tid])[: n_threads - 1]
+    if len(CPUS) < n_threads or len(workers) < n_threads - 1:
+        yield False
+        return
+    bound = dict(zip((main, *workers), sorted(CPUS), strict=False))
+    try:
+        for tid, cpu in bound.items():
+            os.sched_setaffinity(tid, {cpu})
+        yield True
+    finally:
+        for tid in bound:
+            with suppress(ProcessLookupError):  # a worker that has ended
+                os.sched_setaffinity(tid, CPUS)
+
+
+def _busy() -> dict[int, int]:
+    """CPU time of each thread of this process, in the kernel's ticks."""
+    found = {}
+    for name in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{name}/stat", encoding="ascii", errors="replace") as file:
+            values = file.read().rpartition(")")[2].split()
+            found[int(name)] = int(values[11]) + int(values[12])
+    return found
+
+
+@dataclass
+class Yardstick:
+    """A decode and a copy that are always the same, to see how steady the machine is. Made by `yardstick`."""
+
+    ctx: Context
+    question: Tokens
+    n_held: int
+    source: np.ndarray[Any, np.dtype[np.uint8]]
+    target: np.ndarray[Any, np.dtype[np.uint8]]
+
+    def decode(self) -> None:
+        """A branch's prompt over a document that is there."""
+        self.ctx.remove(0, self.n_held)
+        self.ctx.decode(self.question)
+
+    def copy(self) -> None:
+        """32 MiB."""
+        np.copyto(self.target, self.source)
+
+    def measure(self) -> dict[str, float]:
+        """Both, in seconds: medians of five in turns."""
+        times: dict[str, list[float]] = {"decode_s": [], "copy_s": []}
+        for _ in range(_ROUNDS):
+            for name, step in (("decode_s", self.decode), ("copy_s", self.copy)):
+                begin = perf_counter()
+                step()
+                times[name].append(perf_counter() - begin)
+        return {name: median(found) for name, found in times.items()}
+
+
+@contextmanager
+def yardstick(model: Model, document: Tokens, question: Tokens, n_threads: int) -> Iterator[Yardstick]:
+    """A yardstick over a short document, which is computed here."""
+    with model.context(len(document) + len(question) + 64, n_batch=512, n_threads=n_threads) as ctx:
+        ctx.decode(document)
+        source, target = (np.full(_COPY_BYTES, i, np.uint8) for i in (1, 2))
+        yield Yardstick(ctx, question, len(document), source, target)
+
+
+class Load:
+    """What other processes took of the machine since this was made."""
+
+    def __init__(self) -> None:
+        self.begin = perf_counter()
+        self.ours, (self.busy, self.stolen) = _ours(), _machine()
+
+    def measure(self) -> dict[str, float]:
+        """Shares (0 to 1) of the processors' time: others' processes, and what a hypervisor gave to someone else."""
+        spent = perf_counter() - self.begin
+        busy, stolen = _machine()
+        n_cpus = os.cpu_count() or 1
+        others = (busy - self.busy) - (_ours() - self.ours)
+        return {
+            "others_cpu": max(0.0, others / (n_cpus * spent)),
+            "steal": max(0.0, (stolen - self.stolen) / (n_cpus * spent)),
+        }
+
+
+def _ours() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _machine() -> tuple[float, float]:
+    """CPU seconds that all processes have used, and those stolen, since the machine started."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
+    tick = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq) / tick, steal / tick
