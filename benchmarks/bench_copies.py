@@ -13,7 +13,7 @@ from sizes import N_DOCUMENT, Place, at_any_size, real
 from turns import copyto, rounds_for, warmed
 
 from swarmkv_ll import Arena, Context, Lease, Model, Snapshot
-from swarmkv_ll.measure import Times
+from swarmkv_ll.measure import Times, copies
 
 InTurns = Callable[..., Times]
 
@@ -52,22 +52,20 @@ def bench_first_fork(in_turns: InTurns, ratio: Any, place: Place, target: Lease)
 
 @pytest.mark.benchmark(group="share")
 @at_any_size
-def bench_share(in_turns: InTurns, ratio: Any, place: Place, target: Lease) -> None:
-    """No copy: as long at any size, in warm caches. The target is for the first one after a copy."""
-    state, cold = place.snapshot, []
-
-    def warm() -> None:
-        begin = perf_counter()
-        shared = state.share()
-        cold.append(perf_counter() - begin)
-        shared.release()
-        warmed(lambda: state.share().release())
-
-    times = in_turns(
-        lambda _: state.share(), copyto(target, state), rounds=rounds_for(state.n_bytes), prepare=warm, **place.sizes
+def bench_share(request: pytest.FixtureRequest, in_turns: InTurns, ratio: Any, place: Place, target: Lease) -> None:
+    """No copy: as long at any size, in warm caches. The target is for one after a restore, which leaves them colder."""
+    state = place.snapshot
+    in_turns(
+        lambda _: state.share(),
+        copyto(target, state),
+        rounds=rounds_for(state.n_bytes),
+        prepare=lambda: warmed(lambda: state.share().release()),
+        **place.sizes,
     )
     if place.size == N_DOCUMENT:
-        ratio("share() after a copy, µs", 1e6 * median(cold[-len(times["step"]) :]), 20, at_most=True)
+        ctx = request.getfixturevalue("ctx")
+        state.restore(ctx)
+        ratio("share(), µs", 1e6 * copies(ctx, state).median("share"), 20, at_most=True)
 
 
 @pytest.mark.benchmark(group="share")

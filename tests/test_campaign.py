@@ -208,20 +208,26 @@ def test_a_side_that_fails_has_the_others_closed() -> None:
     assert closed == [True]
 
 
-def test_a_step_is_timed_and_waiting_is_not() -> None:
+def test_a_step_is_timed_and_waiting_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("swarmkv_ll.campaign.race.perf_counter", lambda: clock[0])
+
     def slow() -> Iterator[tuple[str, int]]:
-        sleep(0.02)
+        clock[0] += 2
         yield "prefill", 1
-        sleep(0.02)
+        clock[0] += 3
         yield "branch", 0
+        clock[0] += 5
 
     side = Side(slow(), 1)
-    side.advance()
-    sleep(0.1)
-    side.advance()
-    assert 0.02 <= side.seconds("prefill") < 0.1
-    assert 0.02 <= side.seconds("branch") < 0.1
-    assert side.seconds("prefill", "branch") == pytest.approx(side.seconds("prefill") + side.seconds("branch"))
+    for _ in range(3):
+        assert not side.ended
+        side.advance()
+        clock[0] += 100
+    assert side.ended
+    assert side.laps == [("prefill", 2), ("branch", 3), ("end", 5)]
+    assert side.seconds("prefill", "end") == 7
+    assert side.times("branch") == [3]
 
 
 # ── sums ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -420,17 +420,28 @@ def test_a_batched_benchs_rate_is_of_the_generation(
 def test_a_server_that_answers_something_else(
     answer: Any, message: str, program: Program, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = (
-        FAKE.replace("mode = sys.argv[1]", "mode = ''")
-        .replace('open("pid"', f"open({str(tmp_path / 'pid')!r}")
-        .replace(
-            'if self.path == "/echo"', f'if self.path == "/completion":\n            body = {answer!r}\n        if True'
-        )
-    )
-    in_the_place_of(SERVER, program(code), monkeypatch)
+    in_the_place_of(SERVER, program(completing(answer, tmp_path)), monkeypatch)
     with pytest.raises(PeerError, match=f"llama-server {message}"):
         compare(SERVER, case_of(models.files["llama"]), models["llama"], lambda _: None)
     assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def completing(answer: Any, folder: Path) -> str:
+    """A server that gives one and the same completion. It runs in another folder, so its files are named whole."""
+    code = FAKE.replace("mode = sys.argv[1]", "mode = ''").replace('open("pid"', f"open({str(folder / 'pid')!r}")
+    return code.replace(
+        'if self.path == "/echo"', f'if self.path == "/completion":\n            body = {answer!r}\n        if True'
+    )
+
+
+@pytest.mark.parametrize(("cached", "again"), [(149, 3), (150, 0)])
+def test_who_computed_the_document_again_is_counted(
+    cached: int, again: int, program: Program, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = {"tokens": [-1] * 4, "timings": {"cache_n": cached}}
+    in_the_place_of(SERVER, program(completing(answer, tmp_path)), monkeypatch)
+    for found in compare(SERVER, case_of(models.files["llama"]), models["llama"], lambda _: None):
+        assert f": {again} of 3 computed it again; the same answers in 0 of 3 " in found.what
 
 
 @pytest.mark.parametrize("printed", ["", "no json", "[1]"])
@@ -470,9 +481,9 @@ def test_batched_bench(models: Models) -> None:
 
 
 def test_server(models: Models) -> None:
-    """All but one computes the document again, if it may have any slot; none where they were made ready for it.
+    """Where slots were made ready, none computes the document again. Answers are as long as asked for, and ours.
 
-    Answers are as long as asked for, though this model ends its own.
+    (How many do in the first way depends on whether a tiny model is through with one when the next arrives.)
     """
     found = measured(SERVER, models, n_answer=12)
     assert {comparison.name.removeprefix("fan_out_vs_llama_server"): comparison.unit for comparison in found} == {
@@ -481,8 +492,8 @@ def test_server(models: Models) -> None:
         "_kept": "s",
         "_slots": "s",
     }
-    again = [comparison.what.split(": ")[1].split(" computed it again")[0] for comparison in found]
-    assert again == ["2 of 3", "0 of 3", "0 of 3", "0 of 3"]
+    for comparison in found[1:]:
+        assert ": 0 of 3 computed it again; " in comparison.what
     assert all("the same answers in 3 of 3" in comparison.what for comparison in found)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -198,7 +199,7 @@ def fan(bench: Bench, case: Case, tell: Tell, *, rounds: int = 15) -> list[Row]:
     ours = Side(_once(bench, case, n_ctx, answers, besides), n_document)
     race([baseline, ours], tell)
 
-    per_branch = ("context", "prefill", "branch", "close")
+    per_branch = ("context", "prefill", "branch", "close")  # contexts are closed by each branch
     whole = {f"{name}_s": baseline.seconds(name) for name in per_branch[:3]}
     second = [sum(baseline.times(name)[-1] for name in per_branch[:3])]
     whole |= {"activation_s": second[0], "end_to_end_s": baseline.seconds(*per_branch)}
@@ -219,7 +220,7 @@ def fan(bench: Bench, case: Case, tell: Tell, *, rounds: int = 15) -> list[Row]:
             values[key] = values.get(key, 0.0) + ours.seconds(f"{told} {part}")
         values["activation_s"] = sum(ours.times(f"{told} {part}")[-1] for part in parts)
         values["end_to_end_s"] = sum(values[f"{p}_s"] for p in {*parts, "context", "prefill"})
-        values["end_to_end_s"] += values.get("export_s", 0.0) + ours.seconds(f"{told} close")
+        values["end_to_end_s"] += values.get("export_s", 0.0) + ours.seconds(f"{told} close", "end")
         values |= _compared(answers, way)
         rows += rows_of(case, values, *way)
     return rows
@@ -278,13 +279,18 @@ def scaling(bench: Bench, case: Case, tell: Tell, counts: Sequence[int]) -> list
                 ctx.decode(bench.question(i))
                 answers.add(HOLDING, ctx.logits(0))
                 yield "branch", 0
+                ctx.remove(0, n_document)
+                yield "besides", 0
+                ctx.decode(bench.question(i))
+                yield "bound", 0
 
     baseline = Side(_reprefill(bench, case, n_ctx, answers), most * n_document)
     once = Side(ours(), n_document)
     race([baseline, once], tell)
     each = baseline.seconds("context", "prefill", "branch", "close") / most
-    made = once.seconds("context", "prefill")
-    rows = []
+    made = once.seconds("context", "prefill", "end")
+    alone = once.times("bound")
+    rows = rows_of(case, {"bound_s": median(alone)}) if alone else []
     for n in counts:
         told = replace(case, n_branches=n)
         rows += rows_of(told, {"end_to_end_s": n * each}, *REPREFILL)

@@ -458,7 +458,9 @@ class _Endless(Sampler):
         self._ends = ends
 
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
-        if len(self._ends):
-            logits = logits.copy()
-            logits[self._ends] = -np.inf
-        return super().sample(logits)
+        token = super().sample(logits)
+        if token in self._ends:
+            others = logits.copy()
+            others[self._ends] = -np.inf
+            token = super().sample(others)
+        return token

@@ -15,7 +15,8 @@ class Side:
     Parameters
     ----------
     steps : iterator of (str, int)
-        The name of the time since the last yield, and tokens computed in it.
+        The name of the time since the last yield, and tokens computed in it. What comes after the last one counts as
+        "end".
     n_tokens : int
         Tokens it will compute in all.
     """
@@ -28,11 +29,9 @@ class Side:
     def advance(self) -> int:
         """Take a step. Returns the tokens computed."""
         begin = perf_counter()
-        try:
-            name, n_tokens = next(self.steps)
-        except StopIteration:
-            self.ended = True
-            return 0
+        lap = next(self.steps, None)
+        self.ended = lap is None
+        name, n_tokens = lap or ("end", 0)
         self.laps.append((name, perf_counter() - begin))
         self.n_done += n_tokens
         return n_tokens
