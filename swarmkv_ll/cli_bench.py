@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .terminal import lines_of, loaded_model, progress_bar, read_text, sample, show
+from .terminal import clean, lines_of, loaded_model, progress_bar, read_text, sample, show
 
 _DEFAULT_OUT = "swarmkv-bench"
 
@@ -47,9 +47,7 @@ def bench(
 
     For example: swarmkv bench --peers --out results
     """
-    texts = [(Path(path).name if path != "-" else "standard input", read_text(path)) for path in docs]
-    if len({name for name, _ in texts}) < len(texts):
-        raise click.UsageError("two documents have the same name")
+    texts = [(clean(Path(path).name) if path != "-" else "standard input", read_text(path)) for path in docs]
     spec, prompts = sample("sample_spec.md"), lines_of(sample("sample_prompts.txt"))
     with loaded_model(model_path) as model:
         from .campaign.run import GENERAL_PROMPTS, RealDocument, campaign, engine_header
@@ -103,14 +101,14 @@ def _command(quick: bool, peers: bool, n_document: int | None, texts: list[tuple
     if n_document:
         parts += ["--tokens", str(n_document)]
     for name, _ in texts:
-        parts += ["--doc", name]
+        parts += ["--doc", "-" if name == "standard input" else name]
     if model:
-        parts += ["--model", Path(model).name]
+        parts += ["--model", clean(Path(model).name)]
     return shlex.join(parts)
 
 
 def _headline(summary: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=_title(summary), title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title=Text(_title(summary)), title_justify="left")
     for name in ("metric", "median", "bound", "share", "spread", "wanted", ""):
         table.add_column(name, justify="left" if name in ("metric", "") else "right", no_wrap=True)
     wanted: dict[str, list[dict[str, Any]]] = {}

@@ -98,6 +98,11 @@ class Sampler:
             raise InvalidArgumentError(
                 f"logits should be float32 of shape (n_vocab,), are {logits.dtype} {logits.shape}"
             )
+        pointer = self._ptr
+        if self.temperature == 0:  # the engine would be handed a list of all tokens, for its first highest logit
+            token = int(logits.argmax())
+            if not np.isnan(logits[token]):
+                return token
         if len(self._candidates) != len(logits):
             self._candidates = np.empty(len(logits), _CANDIDATE)
         self._candidates["id"] = np.arange(len(logits), dtype=np.int32)
@@ -106,11 +111,11 @@ class Sampler:
         array = ffi.new("llama_token_data_array *")
         array.data = ffi.from_buffer("llama_token_data[]", self._candidates)
         array.size, array.selected, array.sorted = len(logits), -1, False
-        C.llama_sampler_apply(self._ptr, array)
+        C.llama_sampler_apply(pointer, array)
         if not 0 <= array.selected < array.size:
             raise InvalidArgumentError("no token could be chosen from these logits (are they all NaN?)")
         token = int(array.data[array.selected].id)
-        C.llama_sampler_accept(self._ptr, token)
+        C.llama_sampler_accept(pointer, token)
         return token
 
     def for_branch(self, index: int) -> Sampler:

@@ -29,6 +29,14 @@ def test_greedy_takes_the_most_likely() -> None:
         assert sampler.sample(LOGITS[::-1]) == 4
 
 
+def test_greedy_takes_the_first_of_equals_as_the_engine_does() -> None:
+    logits = np.array([1, 3, 2, 3, -np.inf], np.float32)
+    assert Sampler().sample(logits) == 1
+    with_nan = np.array([1, 3, np.nan, 3], np.float32)  # goes through the engine
+    assert Sampler().sample(with_nan) == 1
+    assert Sampler().sample(np.full(4, -np.inf, np.float32)) == 0
+
+
 def test_does_not_change_the_logits() -> None:
     logits = LOGITS.copy()
     logits.flags.writeable = False

@@ -23,6 +23,7 @@ BOUND: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.
 """How a bound's line looks."""
 
 STYLE: dict[Any, Any] = {
+    "text.usetex": False,  # whatever the user's matplotlibrc says
     "font.family": ["DejaVu Sans"],
     "font.size": 9,
     "text.color": INK,

@@ -23,6 +23,7 @@ from ..measure import Times, activation, copies
 from ..model import Model, Tokens
 from ..outputs import Logits
 from ..snapshot import Snapshot
+from .endless import Endless, ends_of
 from .race import Lap, Side, race
 from .records import Case, Row, rows_of
 
@@ -302,9 +303,9 @@ def scaling(bench: Bench, case: Case, tell: Tell, counts: Sequence[int]) -> list
 
 
 def generation(bench: Bench, case: Case, tell: Tell) -> list[Row]:
-    """Answers of several tokens: all branches in one batch, against one after another."""
+    """Answers of `n_answer` tokens, none ends before: all branches in one batch, against one after another."""
     n, n_answer, n_document = case.n_branches or 0, case.n_answer or 0, case.n_document or 0
-    n_ctx = n_document + 1 + n * (n_answer + len(bench.question(0)) + 8) + 64
+    n_ctx, ends = n_document + 1 + n * (n_answer + len(bench.question(0)) + 8) + 64, ends_of(bench.model)
     with bench.context(case, n_ctx, 2 + n) as ctx:
         decoder = BatchedDecoder(ctx)
         source = decoder.prefill(bench.document(n_document), uses=1_000_000)
@@ -316,7 +317,7 @@ def generation(bench: Bench, case: Case, tell: Tell) -> list[Row]:
             first, begin = len(decoder.steps), perf_counter()
             for at in range(0, n, together):
                 for i in range(at, at + together):
-                    decoder.branch(bench.question(i), after=source, name=f"branch-{i}", max_tokens=n_answer)
+                    decoder.branch(bench.question(i), after=source, max_tokens=n_answer, sampler=Endless(ends))
                 decoder.run()
             return perf_counter() - begin, sum(step.engine_s for step in decoder.steps[first:])
 

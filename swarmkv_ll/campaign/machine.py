@@ -6,15 +6,16 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from ..arena import available_memory
+from ..arena import Arena, available_memory
 from ..context import Context
 from ..doctor import examine
 from ..model import Model, Tokens
@@ -74,7 +75,7 @@ def pinned_threads(n_threads: int, work: Callable[[], object]) -> Iterator[bool]
     if len(CPUS) < n_threads or len(workers) < n_threads - 1:
         yield False
         return
-    bound = dict(zip((main, *workers), sorted(CPUS), strict=False))
+    bound = dict(zip((main, *workers), _cores_first(), strict=False))
     try:
         for tid, cpu in bound.items():
             os.sched_setaffinity(tid, {cpu})
@@ -83,6 +84,18 @@ def pinned_threads(n_threads: int, work: Callable[[], object]) -> Iterator[bool]
         for tid in bound:
             with suppress(ProcessLookupError):  # a worker that has ended
                 os.sched_setaffinity(tid, CPUS)
+
+
+def _cores_first() -> list[int]:
+    """Our processors: one of each physical core, then those that share a core with one of these."""
+    cores, others = dict[str, int](), list[int]()
+    for cpu in sorted(CPUS):
+        core = str(cpu)
+        with suppress(OSError), open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
+            core = file.read().strip()
+        if cores.setdefault(core, cpu) != cpu:
+            others.append(cpu)
+    return [*cores.values(), *others]
 
 
 def _busy() -> dict[int, int]:
@@ -101,13 +114,13 @@ class Yardstick:
 
     ctx: Context
     question: Tokens
-    n_held: int
+    back: Callable[[], object]
     source: np.ndarray[Any, np.dtype[np.uint8]]
     target: np.ndarray[Any, np.dtype[np.uint8]]
 
     def decode(self) -> None:
         """A branch's prompt over a document that is there."""
-        self.ctx.remove(0, self.n_held)
+        self.back()
         self.ctx.decode(self.question)
 
     def copy(self) -> None:
@@ -128,10 +141,15 @@ class Yardstick:
 @contextmanager
 def yardstick(model: Model, document: Tokens, question: Tokens, n_threads: int) -> Iterator[Yardstick]:
     """A yardstick over a short document, which is computed here."""
-    with model.context(len(document) + len(question) + 64, n_batch=512, n_threads=n_threads) as ctx:
+    source, target = (np.full(_COPY_BYTES, i, np.uint8) for i in (1, 2))
+    with ExitStack() as stack:
+        ctx = stack.enter_context(model.context(len(document) + len(question) + 64, n_batch=512, n_threads=n_threads))
         ctx.decode(document)
-        source, target = (np.full(_COPY_BYTES, i, np.uint8) for i in (1, 2))
-        yield Yardstick(ctx, question, len(document), source, target)
+        back: Callable[[], object] = partial(ctx.remove, 0, len(document))
+        if not model.capabilities.attention_only:  # such a memory cannot drop what came last
+            arena = stack.enter_context(Arena.for_branches(ctx, 0))
+            back = partial(stack.enter_context(ctx.snapshot(arena)).restore, ctx)
+        yield Yardstick(ctx, question, back, source, target)
 
 
 class Load:
@@ -142,14 +160,14 @@ class Load:
         self.ours, (self.busy, self.stolen) = _ours(), _machine()
 
     def measure(self) -> dict[str, float]:
-        """Shares (0 to 1) of the processors' time: others' processes, and what a hypervisor gave to someone else."""
+        """Shares (0 to 1) of our processors' time: others' processes, and what a hypervisor gave to someone else."""
         spent = perf_counter() - self.begin
         busy, stolen = _machine()
-        n_cpus = os.cpu_count() or 1
         others = (busy - self.busy) - (_ours() - self.ours)
         return {
-            "others_cpu": max(0.0, others / (n_cpus * spent)),
-            "steal": max(0.0, (stolen - self.stolen) / (n_cpus * spent)),
+            "others_cpu": max(0.0, others / (len(CPUS) * spent)),
+            "steal": max(0.0, (stolen - self.stolen) / (len(CPUS) * spent)),
+            "case_s": spent,
         }
 
 
@@ -160,8 +178,13 @@ def _ours() -> float:
 
 
 def _machine() -> tuple[float, float]:
-    """CPU seconds that all processes have used, and those stolen, since the machine started."""
+    """Seconds of our processors that all processes have used, and that were stolen, since the machine started."""
+    ours, busy, stolen = {f"cpu{n}" for n in CPUS}, 0, 0
     with open("/proc/stat", encoding="ascii") as file:
-        user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
+        for line in file:
+            name, *values = line.split()
+            if name in ours:
+                user, nice, system, _, _, irq, softirq, steal, *_ = map(int, values)
+                busy, stolen = busy + user + nice + system + irq + softirq, stolen + steal
     tick = os.sysconf("SC_CLK_TCK")
-    return (user + nice + system + irq + softirq) / tick, steal / tick
+    return busy / tick, stolen / tick

@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..batching import BatchedDecoder
 from ..budget import HEADROOM
@@ -26,7 +25,7 @@ from ..errors import InvalidArgumentError
 from ..ffi import LIB_DIR
 from ..model import Model, Tokens
 from ..runtime import STAMP
-from ..sampling import Sampler
+from .endless import Endless, ends_of
 from .processes import PeerError, Server, run, shown
 
 PEERS = LLAMA_CPP_PYTHON, BATCHED_BENCH, SERVER = ("llama-cpp-python", "llama-batched-bench", "llama-server")
@@ -428,7 +427,7 @@ def _between(before: Answered, after: Answered) -> float:
 def _warm(case: Case, model: Model, n_prompt: int) -> Iterator[Callable[[Sequence[Tokens]], Answered]]:
     """Our fan-out, with the document warm in a context."""
     n_ctx = len(case.short) + case.n_branches * (n_prompt + case.n_answer) + HEADROOM
-    ends = np.array([token for token in range(model.n_vocab) if model.is_end(token)], np.int64)
+    ends = ends_of(model)
     with model.context(n_ctx, 1 + case.n_branches, flash_attn=True, n_threads=case.n_threads) as ctx:
         decoder = BatchedDecoder(ctx)
         document = decoder.prefill(case.short, uses=2**31)
@@ -439,7 +438,7 @@ def _warm(case: Case, model: Model, n_prompt: int) -> Iterator[Callable[[Sequenc
             decoder.steps.clear()
             begin = perf_counter()
             branches = [
-                decoder.branch(prompt, after=document, max_tokens=case.n_answer, sampler=_Endless(ends))
+                decoder.branch(prompt, after=document, max_tokens=case.n_answer, sampler=Endless(ends))
                 for prompt in prompts
             ]
             decoder.run()
@@ -448,19 +447,3 @@ def _warm(case: Case, model: Model, n_prompt: int) -> Iterator[Callable[[Sequenc
             return Answered(seconds, sum(step.engine_s for step in decoder.steps), answers)
 
         yield fan_out
-
-
-class _Endless(Sampler):
-    """Greedy, but never the end of a text: both sides' answers are to be as long."""
-
-    def __init__(self, ends: npt.NDArray[np.int64]) -> None:
-        super().__init__()
-        self._ends = ends
-
-    def sample(self, logits: npt.NDArray[np.float32]) -> int:
-        token = super().sample(logits)
-        if token in self._ends:
-            others = logits.copy()
-            others[self._ends] = -np.inf
-            token = super().sample(others)
-        return token

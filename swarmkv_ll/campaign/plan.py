@@ -13,6 +13,9 @@ N_QUESTION = 5
 HEADROOM = 256
 """Tokens of a context kept for prompts and answers."""
 
+MIN_CONTEXT = 512
+"""Tokens that a model has to be trained on for there to be something to measure."""
+
 DETERMINISTIC = "deterministic"
 
 _PEER_WORK = {"llama-cpp-python": 12, "llama-batched-bench": 2}
@@ -90,10 +93,14 @@ def fitting(sizes: Sizes, n_ctx: int, n_document: int | None) -> tuple[Sizes, li
 
     `n_document`, where it is given, is the article's document.
     """
-    most, left_out = max(1, n_ctx - HEADROOM), []
+    most, left_out = n_ctx - HEADROOM, []
     if n_document is not None:
         sizes = replace(sizes, n_document=n_document, n_eight=min(n_document, sizes.n_eight))
-    if long := [n for n in sizes.lengths if n > most + HEADROOM - 64]:
+    elif sizes.n_document > most:
+        left_out.append(
+            f"an article's document of {sizes.n_document:,} tokens: {most:,} instead, of {n_ctx:,} trained on"
+        )
+    if long := [n for n in sizes.lengths if n > n_ctx - 96]:
         shown = ", ".join(f"{n:,}" for n in long)
         left_out.append(f"documents of {shown} tokens: the model was trained on {n_ctx:,}")
     sizes = replace(

@@ -6,6 +6,7 @@ import csv
 import fcntl
 import io
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -110,6 +111,8 @@ def read_rows(text: str, name: str = TRIALS) -> list[Row]:
     if (header := next(lines, [])) != list(COLUMNS):
         raise CampaignError(f"{name} has the columns {', '.join(header) or '(none)'}; expected {', '.join(COLUMNS)}")
     rows = []
+    if not text.endswith("\n"):
+        raise CampaignError(f"{name} does not end with a line's end: it was cut")
     for n, line in enumerate(lines, start=2):
         if len(line) != len(COLUMNS):
             raise CampaignError(f"{name}, line {n}: {len(line)} values, expected {len(COLUMNS)}")
@@ -118,6 +121,8 @@ def read_rows(text: str, name: str = TRIALS) -> list[Row]:
             for count in _COUNTS:
                 known[count] = int(known[count]) if known[count] else None
             known["value"] = float(known["value"])
+            if not math.isfinite(known["value"]):
+                raise ValueError(f"{known['name']} is {known['value']}")
         except ValueError as error:
             raise CampaignError(f"{name}, line {n}: {error}") from None
         rows.append(Row(**known))
@@ -143,6 +148,8 @@ class Folder:
 
     def add(self, rows: Iterable[Row]) -> None:
         """Keep what one case gave: all of it or nothing."""
+        if not (self.path / RUN).is_file():
+            raise CampaignError(f"{self.path} was removed while it was written to")
         self.rows += rows
         write_atomically(self.path / TRIALS, write_rows(self.rows).encode())
 
@@ -153,7 +160,9 @@ class Folder:
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
         """Write one of its files."""
-        write_atomically(self.path / name, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode())
+        write_atomically(
+            self.path / name, (json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        )
 
     def done(self) -> set[Case]:
         """The cases that were measured."""
@@ -191,7 +200,11 @@ def _begun(path: Path, settings: dict[str, Any], overwrite: bool) -> Folder:
     if names and RUN not in names:
         shown = ", ".join(names[:_IN_THE_WAY]) + (", …" if len(names) > _IN_THE_WAY else "")
         raise CampaignError(f"{path} holds files that are not a run's ({shown}): name another folder")
-    run = _read_run(path) if names and not overwrite else {}
+    run = _read_run(path) if names else {}
+    if (path / PLOTS).is_symlink():
+        raise CampaignError(f"{path / PLOTS} is a link, which no run has made: name another folder")
+    if overwrite:
+        run = {}
     if run.get("finished"):
         raise CampaignError(f"{path} holds a finished run: name another folder, or give --overwrite")
     if run:
@@ -231,9 +244,9 @@ def _read_run(path: Path) -> dict[str, Any]:
     try:
         run = json.loads(_text(path / RUN))
     except ValueError as error:
-        raise CampaignError(f"{path / RUN} is damaged ({error}); --overwrite begins anew") from None
-    if not isinstance(run, dict) or not isinstance(run.get("settings"), dict):
-        raise CampaignError(f"{path / RUN} holds no settings; --overwrite begins anew")
+        raise CampaignError(f"{path / RUN} is damaged ({error}): name another folder") from None
+    if not isinstance(run, dict) or not isinstance(run.get("settings"), dict) or "finished" not in run:
+        raise CampaignError(f"{path / RUN} is not that of a run: name another folder")
     return run
 
 
@@ -249,9 +262,11 @@ def _remove(path: Path) -> None:
     """What an earlier run has written; nothing else."""
     for name in (RUN, TRIALS, SUMMARY, BEST, REPORT_HTML, REPORT_MD):
         (path / name).unlink(missing_ok=True)
-    for picture in (path / PLOTS).glob("*.*"):
-        if picture.suffix in (".png", ".svg"):
-            picture.unlink()
+    from .plots import PICTURES
+
+    for name in PICTURES:
+        for kind in (".png", ".svg"):
+            (path / PLOTS / f"{name}{kind}").unlink(missing_ok=True)
 
 
 def _short(value: Any) -> str:

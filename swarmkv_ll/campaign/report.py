@@ -186,7 +186,7 @@ def _gains(run: _Run) -> Iterator[Text]:
         for part in (article, eight)
     )
     for name, told, (took, before) in (
-        ("activation_ratio", "A second branch's first logits", first),
+        ("activation_ratio" if ours is holding else "activation_ratio_reused", "A second branch's first logits", first),
         ("end_to_end_ratio_2", "Two branches, end to end", two),
         ("end_to_end_ratio_8", "Eight branches, end to end", of_eight),
     ):
@@ -279,7 +279,8 @@ def _method(run: _Run) -> Iterator[Block]:
         "answers, and sweeps. Figures are medians of the trials; a ratio is taken within each trial, and its median need not be "
         "the ratio of two medians. A spread is the largest value less the smallest one, as a share of the median."
     )
-    lines = [(side.name, told) for side in SIDES if (told := _WAYS.get((side.strategy, side.contexts)))]
+    measured = [(side, told) for side in SIDES if (told := _WAYS.get((side.strategy, side.contexts)))]
+    lines = [(side.name, told) for side, told in measured if pick(run.rows, side)]
     yield Table("Ways to a branch", (" way", " what a branch does"), lines)
     said = {
         "Activation": "from the second branch's start to its first logits, in place of the time to its first token (TTFT). "
@@ -288,8 +289,8 @@ def _method(run: _Run) -> Iterator[Block]:
         "Prefill removed": "what the baseline computes of the document after the first branch.",
         "TTFT_pct, E2E_pct": "by how many per cent activation and end to end are shorter than with re-prefilling. The "
         "article's best trial is the one with the largest 2·TTFT_pct + E2E_pct; everything else here goes by medians.",
-        "Bounds": "of activation, the decode of the same prompt and nothing else (B). Of N branches end to end, one prefill "
-        "and N such decodes (P + N·B); one decode where all are in one batch. Of a copy, np.copyto of as many bytes. Each "
+        "Bounds": "of activation, the decode of the same prompt and nothing else (B). Of N branches end to end, one context, "
+        "one prefill and N such decodes (C + P + N·B, against N·(C + P + B)); one decode where all are in one batch. Of a copy, np.copyto of as many bytes. Each "
         "trial is put beside its own.",
         "In turns": "both sides of a comparison run batch by batch, always the one that has done the smaller share of its "
         "work, so that a slow minute falls on both. First trials of everything come first, then all second ones.",

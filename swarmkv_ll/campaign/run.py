@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
+from .. import __version__, budget
 from ..budget import validate_context_budget
-from ..errors import SwarmKVError
+from ..errors import CampaignError, SwarmKVError
 from ..fanout import document_and_prompts
 from ..ffi import LIB_DIR
 from ..limits import default_n_threads
@@ -23,11 +23,12 @@ from ..runtime import STAMP
 from . import experiments, peers
 from .experiments import Bench
 from .machine import Load, Yardstick, describe, pinned_threads, yardstick
-from .plan import FULL, HEADROOM, N_QUESTION, QUICK, Sizes, Task, fitting, tasks
+from .plan import FULL, HEADROOM, MIN_CONTEXT, N_QUESTION, QUICK, Sizes, Task, fitting, tasks
 from .processes import PeerError
 from .records import BEST, PLOTS, REPORT_HTML, REPORT_MD, SUMMARY, Case, Folder, Row, opened, rows_of
 from .report import write_report
 from .summary import OURS, best_run, measure, summarise
+from .values import plain
 
 Progress = Callable[[str, float, float], None]
 """Told what is measured, and how much of how much work is done."""
@@ -96,8 +97,14 @@ def campaign(
     CampaignError, OSError
         The folder cannot be taken, see `records.opened`.
     """
+    if model.n_ctx_train < MIN_CONTEXT:
+        raise CampaignError(
+            f"the model was trained on {model.n_ctx_train:,} tokens; at least {MIN_CONTEXT:,} are needed"
+        )
+    if len({d.name for d in documents}) < len(documents):
+        raise CampaignError("two documents have the same name")
     if n_document is not None:
-        validate_context_budget(n_document, HEADROOM, model.n_ctx_train)
+        validate_context_budget(n_document, HEADROOM - budget.HEADROOM, model.n_ctx_train)
     n_threads = default_n_threads()
     sizes, left_out = fitting(QUICK if quick else FULL, model.n_ctx_train, n_document)
     for document in documents:
@@ -127,7 +134,7 @@ def campaign(
             machine=describe(),
             model=described,
             skipped=left_out + _not_there(with_peers),
-            peers=_reasons(with_peers) | folder.run.get("peers", {}),
+            peers=_reasons(with_peers, folder.run.get("peers", {})),
         )
         run = _Run(bench, sizes, {d.name: d for d in documents}, folder, on_progress)
         try:
@@ -153,12 +160,17 @@ def _draw(summary: dict[str, Any], folder: Folder) -> list[Path]:
     """The pictures that can be drawn; where matplotlib is not installed a line in the summary says so."""
     try:
         import matplotlib  # noqa: F401
-    except ImportError:
-        summary["skipped"].append("pictures: matplotlib is not installed (pip install matplotlib)")
-        return []
-    from .plots import draw
 
-    return draw(summary, folder.rows, folder.path / PLOTS)
+        from .plots import draw
+
+        return draw(summary, folder.rows, folder.path / PLOTS)
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        summary["skipped"].append("pictures: matplotlib is not installed (pip install matplotlib)")
+    except Exception as error:  # what was measured is not lost over a picture, whatever is wrong with matplotlib
+        summary["skipped"].append(f"pictures: {type(error).__name__}: {error}")
+    return []
 
 
 @dataclass
@@ -207,6 +219,8 @@ class _Run:
                 raise
             self.folder.note(skipped=[*self.folder.run["skipped"], f"{what}: {error}"])
             return
+        if not rows:
+            return
         noise |= load.measure()
         for name, value in noise.items():
             rows += rows_of(_noise_case(case), {name: value}, strategy=case.experiment)
@@ -231,7 +245,7 @@ class _Run:
         """One trial of a peer; what it did and how it was called is kept in `run.json`."""
         peer, bench = case.document, self.bench
         asked = peers.Case(
-            model=bench.model.path,
+            model=bench.model.path.resolve(),
             document=bench.document(case.n_document or 0),
             question=bench.question(0),
             n_threads=bench.n_threads,
@@ -242,13 +256,14 @@ class _Run:
             comparisons = peers.compare(peer, asked, bench.model, lambda _: tell(0))
         except PeerError as error:  # the others go on; it is tried again with the next trial
             self._know(peer, reason=str(error))
+            self.folder.note(skipped=[*self.folder.run["skipped"], f"{peer}, trial {case.trial}: {error}"])
             return []
         for found in comparisons:
             told[found.name] = {"what": found.what, "call": found.call, "ours": found.ours, "unit": found.unit}
             name = measure(found.name, found.unit)
             rows += rows_of(case, {name: found.peer_value}, strategy=peer)
             rows += rows_of(case, {name: found.our_value}, strategy=OURS)
-        self._know(peer, comparisons=told)
+        self._know(peer, comparisons=told, reason=None)
         return rows
 
     def _know(self, peer: str, **known: Any) -> None:
@@ -285,13 +300,15 @@ def _tokens_told(case: Case) -> int:
     return n * prefills.get(case.experiment, 1)
 
 
-def _reasons(with_peers: bool) -> dict[str, Any]:
-    """Of each peer whether it can be measured, its version, and why not."""
-    if not with_peers:
-        return {}
-    return {
-        peer: {"reason": peers.missing(peer), "version": peers.version(peer), "comparisons": {}} for peer in peers.PEERS
-    }
+def _reasons(with_peers: bool, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each peer its version, or why it cannot be measured; and what is known of its comparisons."""
+    found = {}
+    for peer in peers.PEERS if with_peers else ():
+        reason = peers.missing(peer)
+        comparisons = known.get(peer, {}).get("comparisons", {})
+        version = None if reason else peers.version(peer)
+        found[peer] = {"reason": reason, "version": version, "comparisons": comparisons}
+    return found
 
 
 def _not_there(with_peers: bool) -> list[str]:
@@ -310,7 +327,7 @@ def _described(model: Model) -> dict[str, Any]:
         ctx.decode(question)
         each = (ctx.state_size() - one) / len(question)
     return {
-        "name": model.path.name,
+        "name": plain(model.path.name),
         "description": model.description,
         "n_bytes": model.n_bytes,
         "n_params": model.n_params,
