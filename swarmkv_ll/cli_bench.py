@@ -108,23 +108,29 @@ def _command(quick: bool, peers: bool, n_document: int | None, texts: list[tuple
 
 
 def _headline(summary: dict[str, Any]) -> Table:
+    from .campaign.values import metric_name
+
     table = Table(box=box.SIMPLE_HEAD, title=Text(_title(summary)), title_justify="left")
-    for name in ("metric", "median", "bound", "share", "spread", "wanted", ""):
-        table.add_column(name, justify="left" if name in ("metric", "") else "right", no_wrap=True)
+    judged = bool(summary["targets"])
+    for name in ("metric", "median", "bound", "share", "spread", *(["wanted", ""] if judged else [])):
+        table.add_column(name, justify="left" if name in ("metric", "") else "right", no_wrap=name != "metric")
     wanted: dict[str, list[dict[str, Any]]] = {}
     for target in summary["targets"]:
         wanted.setdefault(target["metric"], []).append(target)
     for name, metric in summary["metrics"].items():
         unit = f" {metric['unit']}" if metric["unit"] else ""
         told = wanted.get(name, [])
+        verdicts = (
+            "\n".join(f"{t['wanted']:g}{' of bound' if t['of'] == 'share_of_bound' else unit}" for t in told),
+            Text("\n").join(Text(t["verdict"], _STYLES[t["verdict"]]) for t in told),
+        )
         table.add_row(
-            name.replace("_", " "),
+            metric_name(name),
             f"{_digits(metric['median'])}{unit}",
             "" if metric["bound"] is None else f"{_digits(metric['bound'])}{unit}",
             "" if metric["share_of_bound"] is None else f"{metric['share_of_bound']:.1%}",
             "" if metric["spread"] is None or metric["n"] < 2 else f"{metric['spread']:.1%}",
-            "\n".join(f"{t['wanted']:g}{' of bound' if t['of'] == 'share_of_bound' else unit}" for t in told),
-            Text("\n").join(Text(t["verdict"], _STYLES[t["verdict"]]) for t in told),
+            *(verdicts if judged else ()),
         )
     return table
 
@@ -138,14 +144,18 @@ def _title(summary: dict[str, Any]) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 10 else f"{value:.3f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _beside(out: Path) -> list[str]:
+    return [path.name for path in out.iterdir() if path.name != "report.html"]
 
 
 def _closing(summary: dict[str, Any], out: Path) -> Text:
-    lines = [f"{out}: report.html, report.md, summary.json, best_run.json, all_trials.csv, plots"]
-    lines += [f"left out: {line}" for line in summary["skipped"]]
     noise = summary["noise"]
-    lines += [f"too noisy to conclude: {reason}" for reason in noise["reasons"]]
+    lines = [f"too noisy to conclude: {reason}" for reason in noise["reasons"]]
+    lines += [f"left out: {line}" for line in summary["skipped"]]
+    lines.append(f"written: {out / 'report.html'}, and beside it {', '.join(sorted(_beside(out)))}")
     if noise["conclusive"] and noise["decode_spread"] is not None:
         lines.append(
             f"noise: the same decode varied by {noise['decode_spread']:.0%}, others took "

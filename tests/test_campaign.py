@@ -187,7 +187,7 @@ def test_a_plan_fits_its_model() -> None:
     ]
     assert fitting(FULL, 8192, None) == (FULL, [])
     sizes, left_out = fitting(QUICK, 8192, 128)
-    assert (sizes.n_document, sizes.n_eight, sizes.lengths) == (128, 128, (256,))
+    assert (sizes.n_document, sizes.n_eight, sizes.n_short, sizes.lengths) == (128, 128, 128, ())
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────
@@ -343,7 +343,7 @@ def test_verdicts_need_all_trials_on_one_side() -> None:
         ([quiet(1), quiet(2, 1.2), quiet(3, 1.1, 1.3, 0.1)], None),
         ([quiet(1), quiet(2, decode=2.0), quiet(3)], "short decode took 1000.0 to 2000.0 ms"),
         ([quiet(1), quiet(2, copy=9.0), quiet(3)], "copy of 32 MiB took"),
-        ([quiet(1, others=0.5), quiet(2), quiet(3)], "others took 17%"),
+        ([quiet(1, others=0.5), quiet(2), quiet(3)], "took 17% of the processors"),
         ([quiet(1, others=0.5, seconds=0.1), quiet(2), quiet(3)], None),  # that it lasted a moment only
         ([], "is not known"),
     ],

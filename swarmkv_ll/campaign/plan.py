@@ -95,7 +95,13 @@ def fitting(sizes: Sizes, n_ctx: int, n_document: int | None) -> tuple[Sizes, li
     """
     most, left_out = n_ctx - HEADROOM, []
     if n_document is not None:
-        sizes = replace(sizes, n_document=n_document, n_eight=min(n_document, sizes.n_eight))
+        sizes = replace(
+            sizes,
+            n_document=n_document,
+            n_eight=min(n_document, sizes.n_eight),
+            n_short=min(n_document, sizes.n_short),
+            lengths=tuple(n for n in sizes.lengths if n < n_document),
+        )
     elif sizes.n_document > most:
         left_out.append(
             f"an article's document of {sizes.n_document:,} tokens: {most:,} instead, of {n_ctx:,} trained on"

@@ -158,14 +158,18 @@ def _answer(run: _Run) -> Iterator[Block]:
     yield Paragraph(
         "Several branches go on from one document. It can be computed anew for each of them; or once, its KV state kept, and "
         "each branch starts from there. This report tells what the second way is worth on this machine, and beside every "
-        "figure its bound: what it would be if all that is ours took no time. The share of the bound that was reached "
+        "figure its bound: what it would be if only the engine's own work took time. The share of the bound that was reached "
         "is the result."
     )
-    yield Bullets([*_gains(run), *_beside_others(run), _judged(run), _quiet(run)])
+    told = [*_gains(run), *_beside_others(run), _judged(run)]
+    # What is not to be relied on says so first.
+    yield Bullets([*told, _quiet(run)] if run.noise.get("conclusive") else [_quiet(run), *told])
     figures = list(_headlines(run))
     yield Figures(figures) if figures else Paragraph("No figure of this run has a bound to be put beside.")
     if any((figure.share or 0) > 1 for figure in figures):
-        yield Paragraph("A share above 100 % is noise: the machine was slower when the bound was taken.")
+        yield Paragraph(
+            "A bound is made of times that were measured too: a share a little above 100 % is how far they vary."
+        )
     if run.targets:
         lines = [(metric_name(target.metric), target.wanted, target.measured, target.verdict) for target in run.targets]
         yield Table("Targets, and what came of them", (" figure", " wanted", "measured", " verdict"), lines)
@@ -192,6 +196,9 @@ def _gains(run: _Run) -> Iterator[Text]:
     ):
         if metric := metrics_of(run.summary).get(name):
             said = f"{told}: {seconds(middle(took.values()))} instead of {seconds(middle(before.values()))}, "
+            n_document = metric.get("n_document")
+            if n_document and n_document != run.settings.get("n_document"):
+                said = f"{told} ({count(n_document)} tokens): {said.partition(': ')[2]}"
             ratio, share = Strong(f"{number(metric.get('median'))} ×"), Strong(percent(metric.get("share_of_bound")))
             yield [said, ratio, " as fast; ", share, f" of the bound of {with_unit(metric.get('bound'), '×')}."]
 
@@ -261,6 +268,16 @@ _WAYS = {
 }
 
 
+_TERMS = {
+    "Prefill": "computing a document's tokens, which fills the KV cache.",
+    "KV cache, state": "the keys and values of every token and layer that later tokens look back to; what is moved here.",
+    "Cell": "the place of one token in it.",
+    "Logits": "a model's score for every token that could come next; equal bits give equal answers.",
+    "Snapshot, fork, restore": "a state copied out of a context into host memory; a copy of that; and back into a context.",
+    "Arena": "the host memory that snapshots lie in: page-locked where that is allowed, touched when it is made.",
+}
+
+
 def _method(run: _Run) -> Iterator[Block]:
     settings = run.settings
     yield Heading("How it was measured")
@@ -292,8 +309,8 @@ def _method(run: _Run) -> Iterator[Block]:
         "Bounds": "of activation, the decode of the same prompt and nothing else (B). Of N branches end to end, one context, "
         "one prefill and N such decodes (C + P + N·B, against N·(C + P + B)); one decode where all are in one batch. Of a copy, np.copyto of as many bytes. Each "
         "trial is put beside its own.",
-        "In turns": "both sides of a comparison run batch by batch, always the one that has done the smaller share of its "
-        "work, so that a slow minute falls on both. First trials of everything come first, then all second ones.",
+        "In turns": "both sides of a comparison run batch by batch, always the one that is further behind, "
+        "so that a slow minute falls on both. First trials of everything come first, then all second ones.",
         "Warm": "a short document was decoded several times before anything was measured. " + _pinned(run),
         "Same answers": "each branch's first logits were compared with the baseline's, bit for bit. "
         + _identical(run.rows),
@@ -301,6 +318,7 @@ def _method(run: _Run) -> Iterator[Block]:
         "nothing is concluded.",
     }
     yield Bullets([[Strong(name), ": ", told] for name, told in said.items()])
+    yield Bullets([[Strong(name), ": ", told] for name, told in _TERMS.items()])
 
 
 def _pinned(run: _Run) -> str:
@@ -438,7 +456,7 @@ def _limits(run: _Run) -> Iterator[Block]:
     lines = []
     for name, metric in metrics_of(run.summary).items():
         share = finite(metric.get("share_of_bound"))
-        left = NONE if share is None else "nothing" if share >= 1 else percent(1 - share)
+        left = NONE if share is None else "not measurable" if share >= 1 else percent(1 - share)
         lines.append((metric_name(name), percent(share), left, plain(metric.get("limited_by") or NONE, 300)))
     if lines:
         yield Table("Bounds", (" figure", "share reached", "left to gain", " what decides it"), lines)
@@ -458,11 +476,11 @@ def _left_out(run: _Run) -> Iterator[Block]:
 def _files(run: _Run) -> Iterator[Block]:
     yield Heading("Files, and how to do it again")
     files = {
-        TRIALS: "every measured value, a line each",
+        TRIALS: "the values of every case, a line each; of rounds their median",
         SUMMARY: "medians, bounds, shares, verdicts, noise, machine",
         BEST: "the article's best trial",
         RUN: "settings and state of the run",
-        f"{PLOTS}/": "the pictures, as PNG and SVG",
+        **({f"{PLOTS}/": "the pictures, as PNG and SVG"} if run.drawn else {}),
         REPORT_HTML: "this report, in one file",
         REPORT_MD: "the same as text",
     }

@@ -57,7 +57,8 @@ def all_figures(summary: Mapping[str, Any]) -> Iterator[Block]:
     for name, metric in metrics_of(summary).items():
         unit = metric.get("unit", "×")
         value, bound, worst, best = (with_unit(metric.get(key), unit) for key in ("median", "bound", "worst", "best"))
-        told: Text = [Strong(metric_name(name)), ": ", plain(metric.get("what") or "", 300)]
+        of = f" ({count(metric['n_document'])} tokens)" if metric.get("n_document") else ""
+        told: Text = [Strong(metric_name(name)), ": ", plain(metric.get("what") or "", 300) + of]
         share = Strong(percent(metric.get("share_of_bound")))
         lines.append(
             (told, value, bound, share, f"{worst} … {best}", percent(metric.get("spread")), count(metric.get("n")))
@@ -86,7 +87,8 @@ def article(summary: Mapping[str, Any]) -> Iterator[Block]:
         )
     if lines:
         head = (" trial", "activation", "end to end", "TTFT_pct", "E2E_pct", "2·TTFT_pct + E2E_pct", "prefill removed")
-        yield Table("The article's figures: single times, re-prefilling → ours", head, lines)
+        how = "out of a context that still holds the document"
+        yield Table(f"The article's figures: single times, re-prefilling → {how}", head, lines)
 
 
 def copies(rows: Rows) -> Iterator[Block]:
@@ -103,10 +105,20 @@ def copies(rows: Rows) -> Iterator[Block]:
         took = middle(by_trial(part, name=f"{name}_s").values())
         if took:
             speed = f"{number(n_bytes / took / 1e9)} GB/s" if n_bytes and name != "share" else NONE
-            lines.append((what, seconds(took), speed, percent(middle(by_trial(part, name=f"{name}_share").values()))))
+            shares = by_trial(part, name=f"{name}_share")
+            if name == "first_fork":  # its own share is that of a warm fork
+                shares = ratios(by_trial(part, name="copyto_s"), by_trial(part, name="first_fork_s"))
+            lines.append((what, seconds(took), speed, percent(middle(shares.values()))))
     if lines:
         state = f"A state of {size(n_bytes)}" if n_bytes else "The state"
-        yield Table(f"{state}, moved", (" copy", "time", "speed", "share of np.copyto"), lines)
+        first = middle(by_trial(pick(rows, experiment="article", contexts="reused"), name="export_s").values())
+        head = (" copy", "time", "speed", "share of np.copyto")
+        yield Table(f"{state}, moved again and again: medians of rounds", head, lines)
+        if first:
+            yield Paragraph(
+                f"The first export of a run, which makes the arena and touches its pages, takes {seconds(first)}; it is "
+                "part of every end-to-end time here."
+            )
 
 
 def branches(rows: Rows) -> Iterator[Block]:
@@ -124,7 +136,9 @@ def branches(rows: Rows) -> Iterator[Block]:
 def memory(rows: Rows) -> Iterator[Block]:
     """The sweep of what is held at once."""
     part = pick(rows, experiment="memory", name="memory_bytes")
-    yield from _sweep(part, size, "Memory added to the process, and how many times as much a context for each adds")
+    yield from _sweep(
+        part, size, "Memory added to the process; after the dot, how many times that re-prefilling's contexts add"
+    )
 
 
 def _sweep(part: Rows, told: Callable[[Any], str], caption: str) -> Iterator[Block]:
@@ -212,7 +226,7 @@ def documents(rows: Rows) -> Iterator[Block]:
             " document",
             "tokens",
             "branches",
-            "tokens an answer",
+            "tokens an answer, at most",
             "re-prefill",
             "shared cells",
             "ratio",

@@ -80,6 +80,7 @@ class _Metric:
     unit: str
     what: str
     limited_by: str
+    n_document: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         middle = median(self.values)
@@ -92,6 +93,7 @@ class _Metric:
             "unit": self.unit,
             "n": len(self.values),
             "spread": (max(self.values) - min(self.values)) / middle if middle else None,
+            "n_document": self.n_document,
             "what": self.what,
             "limited_by": self.limited_by,
         }
@@ -102,8 +104,10 @@ class _Trials:
 
     def __init__(self, rows: Sequence[Row], experiment: str) -> None:
         self.found: dict[int, dict[tuple[str, str, str], float]] = {}
+        self.n_document: int | None = None
         for row in rows:
             if row.experiment == experiment:
+                self.n_document = row.n_document
                 self.found.setdefault(row.trial, {})[row.strategy, row.contexts, row.name] = row.value
 
     def __iter__(self) -> Any:
@@ -170,16 +174,19 @@ def _activation(rows: Sequence[Row]) -> list[_Metric]:
             "the same into a context made for the branch",
             "the branch's own decode, making a context, and two copies",
         ),
+        "_shared": (
+            "the same in a sequence over the document's cells, both branches' prompts in one batch",
+            "the decode of two prompts, where the bound counts one",
+        ),
     }
     found = []
     for suffix, (what, limited_by) in ways.items():
         values, bounds, shares = [], [], []
         for trial in trials:
             contexts = suffix[1:] or "holding"
+            way = ("shared", "") if contexts == "shared" else ("snapshot", contexts)
             again = trials.get(trial, "activation_s", "reprefill", "fresh")
-            name = "activation_s" if contexts == "fresh" else "activation_median_s"
-            took = trials.get(trial, name, "snapshot", contexts)
-            took = took or trials.get(trial, "activation_s", "snapshot", contexts)
+            took = trials.get(trial, "activation_median_s", *way) or trials.get(trial, "activation_s", *way)
             if not again or not took:
                 continue
             values.append(again / took)
@@ -188,7 +195,8 @@ def _activation(rows: Sequence[Row]) -> list[_Metric]:
                 share = trials.get(trial, "bound_share", "snapshot", contexts)
                 shares.append(share or alone / took)
         told = f"re-prefilling a branch ÷ {what}"
-        found.append(_Metric(f"activation_ratio{suffix}", values, bounds, shares, "×", told, limited_by))
+        name = f"activation_ratio{suffix}"
+        found.append(_Metric(name, values, bounds, shares, "×", told, limited_by, trials.n_document))
     return found
 
 
@@ -212,8 +220,11 @@ def _end_to_end(rows: Sequence[Row]) -> list[_Metric]:
             what = f"{n} branches, each re-prefilling ÷ the document once and {n} branches"
             what += " in one batch" if strategy == "shared" else ", one after another"
             limited_by = "the prefill that has to be made once, and the branches' own decode"
+            if strategy == "shared":
+                limited_by += " in one batch, which the bound counts as one branch"
             shares = [value / bound for value, bound in zip(values, bounds, strict=True)]
-            found.append(_Metric(f"end_to_end_ratio_{n}{suffix}", values, bounds, shares, "×", what, limited_by))
+            name = f"end_to_end_ratio_{n}{suffix}"
+            found.append(_Metric(name, values, bounds, shares, "×", what, limited_by, trials.n_document))
     return found
 
 
@@ -236,11 +247,11 @@ def _copies(rows: Sequence[Row]) -> list[_Metric]:
             "first_fork_share_of_warm",
             "first_fork_share",
             "a fork ÷ the first one in a new arena",
-            "memory bandwidth: the arena has faulted its pages in",
+            "memory bandwidth: an arena touches its pages when it is made",
         ),
     )
     return [
-        _Metric(name, of(row), [1.0] * len(of(row)), of(row), "", what, limited_by)
+        _Metric(name, of(row), [1.0] * len(of(row)), of(row), "", what, limited_by, trials.n_document)
         for name, row, what, limited_by in told
     ]
 
@@ -265,6 +276,7 @@ def _generation(rows: Sequence[Row]) -> list[_Metric]:
             "×",
             f"{n_branches} answers of {n_answer} tokens one after another ÷ in one batch",
             "the engine's own time for such a batch",
+            trials.n_document,
         )
     ]
 
@@ -275,8 +287,12 @@ def _identity(rows: Sequence[Row]) -> list[_Metric]:
         for row in rows
         if row.name == "identical" and row.strategy == "snapshot" and row.experiment in ("article", "eight")
     ]
-    what = "cases whose branches' logits were bit for bit those of re-prefilling (1: all)"
-    return [_Metric("bit_identical", values, [1.0] * len(values), values, "", what, "nothing: 1 is what is promised")]
+    what = "cases of two and eight branches, three ways each, whose logits were bit for bit those of re-prefilling"
+    return [
+        _Metric(
+            "bit_identical", values, [1.0] * len(values), values, "", what, "nothing: all of them is what is promised"
+        )
+    ]
 
 
 # ── peers ────────────────────────────────────────────────────────────────────────────────────────────
@@ -432,5 +448,8 @@ def _noise(rows: Sequence[Row]) -> dict[str, Any]:
             )
     taken = (noise["others_cpu"] or 0) + (noise["steal"] or 0)
     if taken > MAX_OTHERS:
-        reasons.append(f"others took {taken:.0%} of the processors, at most {MAX_OTHERS:.0%} is fit to conclude from")
+        reasons.append(
+            f"other processes ({noise['others_cpu']:.0%}) and a hypervisor ({noise['steal']:.0%}) took {taken:.0%} of the "
+            f"processors, at most {MAX_OTHERS:.0%} is fit to conclude from"
+        )
     return noise | {"conclusive": not reasons, "reasons": reasons}

@@ -58,6 +58,7 @@ NAMES = {
     "activation_ratio": "Activation, document still held",
     "activation_ratio_reused": "Activation, fork + restore",
     "activation_ratio_fresh": "Activation, fresh context",
+    "activation_ratio_shared": "Activation, shared cells",
     "end_to_end_ratio_2": "2 branches, end to end",
     "end_to_end_ratio_2_shared": "2 branches, shared cells",
     "end_to_end_ratio_8": "8 branches, end to end",
@@ -72,6 +73,8 @@ NAMES = {
     "ram_cache_vs_llama_cpp_python": "Against llama-cpp-python's RAM cache",
     "fan_out_vs_llama_batched_bench": "Fan-out, against llama-batched-bench",
     "fan_out_vs_llama_server": "Fan-out, against llama-server",
+    "fan_out_vs_llama_server_one_slot": "Fan-out, against llama-server's one warm slot",
+    "fan_out_vs_llama_server_kept": "Fan-out, against llama-server with the document in every slot",
     "fan_out_vs_llama_server_slots": "Fan-out, against llama-server with slots restored from a file",
 }
 """Metrics, in the order in which they are told."""
