@@ -32,8 +32,8 @@ class Sizes:
         Tokens of the article's document; where eight branches are, `n_eight`.
     n_short : int
         Tokens of the document where branches, options, memory and generation are swept.
-    trials : int
-        Of the article, of eight branches, of generation and of peers; the sweeps are measured once.
+    trials, repeats : int
+        Of the article and of eight branches; and of generation and of peers. The sweeps are measured once.
     lengths, branches, held : tuple of int
         Documents' lengths; numbers of branches; how many are held in memory at once.
     options : tuple of (str, str)
@@ -48,6 +48,7 @@ class Sizes:
     n_eight: int
     n_short: int
     trials: int
+    repeats: int
     lengths: tuple[int, ...]
     branches: tuple[int, ...]
     held: tuple[int, ...]
@@ -61,6 +62,7 @@ FULL = Sizes(
     n_eight=3501,
     n_short=1000,
     trials=3,
+    repeats=3,
     lengths=(512, 1000, 2000, 8000),
     branches=(1, 2, 4, 8, 16, 32, 64),
     held=(1, 2, 4, 8, 16, 32),
@@ -68,15 +70,16 @@ FULL = Sizes(
     rounds=15,
 )
 QUICK = Sizes(
-    n_document=512,
-    n_eight=256,
-    n_short=256,
+    n_document=256,
+    n_eight=64,
+    n_short=64,
     trials=3,
-    lengths=(128, 256),
+    repeats=1,
+    lengths=(128,),
     branches=(),
-    held=(1, 2, 4, 8),
+    held=(1, 2, 4),
     options=(),
-    rounds=9,
+    rounds=7,
 )
 
 
@@ -136,6 +139,8 @@ def tasks(
     for trial in range(1, sizes.trials + 1):
         add("article", 3 * _work(sizes.n_document) + 400, trial=trial, n_document=sizes.n_document, n_branches=2)
         add("eight", 9 * _work(sizes.n_eight) + 600, trial=trial, n_document=sizes.n_eight, n_branches=8)
+        if trial > sizes.repeats:
+            continue
         add(
             "generation",
             n_once + 1200,
