@@ -471,3 +471,7 @@ class NodeCancelledError(SwarmKVError):
 
 class CampaignError(SwarmKVError):
     """A benchmark campaign cannot begin or go on: its folder, its files or its settings."""
+
+
+class PeerError(CampaignError):
+    """A peer is not there, did not start, or did not do what it was asked for; the message quotes what it said last."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arena import Arena
+from .arena import Arena, lease_size
 from .context import Context
 from .model import Tokens
 from .sampling import Sampler
@@ -110,7 +110,7 @@ def activation(ctx: Context, snapshot: Snapshot, question: Tokens, rounds: int =
     """
 
     def forked() -> None:
-        with snapshot.fork() as fork:
+        with snapshot.fork(arena) as fork:
             fork.restore(ctx)
             ctx.decode(question)
 
@@ -124,8 +124,9 @@ def activation(ctx: Context, snapshot: Snapshot, question: Tokens, rounds: int =
         ctx.decode(question)
         return perf_counter() - begin
 
-    forked()
-    return interleaved(rounds, bound=bound, forked=forked, held=held)
+    with Arena(lease_size(snapshot.n_bytes)) as arena:
+        forked()
+        return interleaved(rounds, bound=bound, forked=forked, held=held)
 
 
 def batched_generation(

@@ -187,7 +187,7 @@ def test_a_plan_fits_its_model() -> None:
     ]
     assert fitting(FULL, 8192, None) == (FULL, [])
     sizes, left_out = fitting(QUICK, 8192, 128)
-    assert (sizes.n_document, sizes.n_eight, sizes.n_short, sizes.lengths) == (128, 128, 128, ())
+    assert (sizes.n_document, sizes.n_eight, sizes.n_short, sizes.lengths) == (128, 64, 64, ())
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────
@@ -428,6 +428,53 @@ def test_branches_are_measured_and_answer_as_re_prefilled(models: Models, kind: 
     found = summed(rows)["metrics"]
     assert found["activation_ratio_reused"]["n"] == found["end_to_end_ratio_2"]["n"] == 1
     assert ("activation_ratio" in found) is bool(holding)
+
+
+def test_every_step_is_counted_where_it_belongs(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock by which each step takes a second: a document of 200 tokens is computed in two."""
+    from itertools import count
+
+    from swarmkv_ll.campaign import experiments
+
+    clock = count()
+    monkeypatch.setattr("swarmkv_ll.campaign.race.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(experiments, "PIECE", 100)
+    rows = experiments.fan(
+        tiny_bench(models, "llama"), replace(CASE, n_document=200, n_branches=3), lambda _: None, rounds=1
+    )
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        if row.strategy and row.name.endswith("_s") and "median" not in row.name:
+            found.setdefault((row.strategy, row.contexts), {})[row.name] = row.value
+    # Of each branch a context, two pieces, the prompt, and the closing.
+    assert found["reprefill", "fresh"] == {
+        "context_s": 3,
+        "prefill_s": 6,
+        "branch_s": 3,
+        "activation_s": 4,
+        "end_to_end_s": 3 * 5,
+    }
+    once = {"context_s": 1, "prefill_s": 2}
+    assert found["shared", ""] == {**once, "fork_s": 1, "branch_s": 1, "activation_s": 2, "end_to_end_s": 3 + 2 + 1}
+    once["export_s"] = 1
+    assert found["snapshot", "holding"] == {
+        **once, "restore_s": 3, "branch_s": 3, "activation_s": 2, "end_to_end_s": 4 + 3 * 3 + 1,
+    }  # fmt: skip
+    assert found["snapshot", "reused"] == {
+        **once, "fork_s": 3, "restore_s": 3, "branch_s": 3, "activation_s": 3, "end_to_end_s": 4 + 3 * 4 + 2,
+    }  # fmt: skip
+    assert found["snapshot", "fresh"] == {
+        **once, "context_s": 4, "fork_s": 3, "restore_s": 3, "branch_s": 3, "activation_s": 4,
+        "end_to_end_s": 4 + 3 * 5 + 2,
+    }  # fmt: skip
+    rows = experiments.scaling(
+        tiny_bench(models, "llama"), replace(CASE, n_document=200, n_branches=4), lambda _: None, (1, 4)
+    )
+    took = {(row.strategy, row.n_branches): row.value for row in rows if row.name == "end_to_end_s"}
+    assert took == {
+        ("reprefill", 1): 5, ("reprefill", 4): 20, ("shared", 1): 3 + 2 + 1, ("shared", 4): 3 + 2 + 1,
+        ("snapshot", 1): 3 + 1 + 1, ("snapshot", 4): 3 + 4 + 1,
+    }  # fmt: skip
 
 
 def test_scaling_generation_and_memory_are_measured(models: Models) -> None:

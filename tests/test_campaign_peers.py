@@ -20,8 +20,8 @@ from helpers import TESTS, Models, text_tokens
 
 from swarmkv_ll.campaign import peers, processes
 from swarmkv_ll.campaign.peers import Case, Comparison, compare, missing
-from swarmkv_ll.campaign.processes import CPUS, PeerError, Server, run, shown
-from swarmkv_ll.errors import InvalidArgumentError
+from swarmkv_ll.campaign.processes import CPUS, Server, run, shown
+from swarmkv_ll.errors import InvalidArgumentError, PeerError
 from swarmkv_ll.ffi import LIB_DIR, SPIN_COUNT
 
 LLAMA_CPP_PYTHON, BATCHED_BENCH, SERVER = peers.PEERS

@@ -85,25 +85,30 @@ REPREFILL, SHARED = ("reprefill", "fresh"), ("shared", "")
 HOLDING, REUSED, FRESH = (("snapshot", contexts) for contexts in ("holding", "reused", "fresh"))
 
 
+PIECE = 128
+"""Tokens of a document that are computed at a time: as fast as more, and the sides change places every second."""
+
+
 def _pieces(ctx: Context, document: Tokens) -> Iterator[int]:
-    """Decode a document in the batches that `fan_out` makes of it; gives the tokens of each."""
-    edges = [*range(0, len(document), N_BATCH), len(document)]
+    """Decode a document piece by piece; gives the tokens of each."""
+    edges = [*range(0, len(document), PIECE), len(document)]
     for begin, end in pairwise(edges):
         ctx.decode(document[begin:end], logits="last" if end == len(document) else "none")
         yield end - begin
 
 
 def _reprefill(bench: Bench, case: Case, n_ctx: int, answers: _Answers) -> Iterator[Lap]:
-    """The article's baseline: a context a branch, and each computes everything."""
-    document = bench.document(case.n_document or 0)
-    for i in range(case.n_branches or 0):
+    """The article's baseline: a context a branch, and each computes everything. The last one's laps are called so."""
+    document, n = bench.document(case.n_document or 0), case.n_branches or 0
+    for i in range(n):
+        last = "last " * (i == n - 1)
         with bench.context(case, n_ctx) as ctx:
-            yield "context", 0
-            for n in _pieces(ctx, document):
-                yield "prefill", n
+            yield f"{last}context", 0
+            for n_tokens in _pieces(ctx, document):
+                yield f"{last}prefill", n_tokens
             ctx.decode(bench.question(i))
             answers.add(REPREFILL, ctx.logits(0))
-            yield "branch", 0
+            yield f"{last}branch", 0
         yield "close", 0
 
 
@@ -117,9 +122,10 @@ def _once(
         yield "context", 0
         for n_tokens in _pieces(ctx, document):
             yield "prefill", n_tokens
-        arena = stack.enter_context(Arena.for_branches(ctx, 1))
-        snapshot = stack.enter_context(ctx.snapshot(arena))
+        snapshot = stack.enter_context(ctx.snapshot(stack.enter_context(Arena.for_branches(ctx, 0))))
         yield "export", 0
+        forks = stack.enter_context(Arena.for_branches(ctx, 0))
+        yield "arena", 0
         after(ctx, snapshot)
         yield "besides", 0
         for way in ways(bench.model):
@@ -130,7 +136,7 @@ def _once(
                 yield from _shared(bench, ctx, n, answers)
                 continue
             for i in range(n):
-                yield from _branch(bench, case, n_ctx, ctx, snapshot, way, bench.question(i), answers)
+                yield from _branch(bench, case, n_ctx, ctx, snapshot, forks, way, bench.question(i), answers)
 
 
 def ways(model: Model) -> list[tuple[str, str]]:
@@ -157,6 +163,7 @@ def _branch(
     n_ctx: int,
     ctx: Context,
     snapshot: Snapshot,
+    forks: Arena,
     way: tuple[str, str],
     question: Tokens,
     answers: _Answers,
@@ -171,7 +178,7 @@ def _branch(
             ctx.remove(0, snapshot.n_tokens)
             yield "holding restore", 0
         else:
-            with snapshot.fork() as fork:
+            with snapshot.fork(forks) as fork:
                 yield f"{contexts} fork", 0
                 fork.restore(ctx)
                 yield f"{contexts} restore", 0
@@ -200,10 +207,9 @@ def fan(bench: Bench, case: Case, tell: Tell, *, rounds: int = 15) -> list[Row]:
     ours = Side(_once(bench, case, n_ctx, answers, besides), n_document)
     race([baseline, ours], tell)
 
-    per_branch = ("context", "prefill", "branch", "close")  # contexts are closed by each branch
-    whole = {f"{name}_s": baseline.seconds(name) for name in per_branch[:3]}
-    second = [sum(baseline.times(name)[-1] for name in per_branch[:3])]
-    whole |= {"activation_s": second[0], "end_to_end_s": baseline.seconds(*per_branch)}
+    whole = {f"{name}_s": baseline.seconds(name, f"last {name}") for name in ("context", "prefill", "branch")}
+    whole["end_to_end_s"] = sum(whole.values()) + baseline.seconds("close")
+    whole["activation_s"] = baseline.seconds("last context", "last prefill", "last branch")
     rows += rows_of(case, whole, *REPREFILL)
     shared_part = {f"{name}_s": ours.seconds(name) for name in ("context", "prefill", "export")}
     for way in ways(bench.model):
@@ -222,6 +228,7 @@ def fan(bench: Bench, case: Case, tell: Tell, *, rounds: int = 15) -> list[Row]:
         values["activation_s"] = sum(ours.times(f"{told} {part}")[-1] for part in parts)
         values["end_to_end_s"] = sum(values[f"{p}_s"] for p in {*parts, "context", "prefill"})
         values["end_to_end_s"] += values.get("export_s", 0.0) + ours.seconds(f"{told} close", "end")
+        values["end_to_end_s"] += ours.seconds("arena") if "fork" in parts and way is not SHARED else 0.0
         values |= _compared(answers, way)
         rows += rows_of(case, values, *way)
     return rows
@@ -288,7 +295,8 @@ def scaling(bench: Bench, case: Case, tell: Tell, counts: Sequence[int]) -> list
     baseline = Side(_reprefill(bench, case, n_ctx, answers), most * n_document)
     once = Side(ours(), n_document)
     race([baseline, once], tell)
-    each = baseline.seconds("context", "prefill", "branch", "close") / most
+    each = baseline.seconds(*(f"{last}{name}" for last in ("", "last ") for name in ("context", "prefill", "branch")))
+    each = (each + baseline.seconds("close")) / most
     made = once.seconds("context", "prefill", "end")
     alone = once.times("bound")
     rows = rows_of(case, {"bound_s": median(alone)}) if alone else []

@@ -21,12 +21,12 @@ import numpy as np
 from ..batching import BatchedDecoder
 from ..budget import HEADROOM
 from ..cache import cache_dir
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, PeerError
 from ..ffi import LIB_DIR
 from ..model import Model, Tokens
 from ..runtime import STAMP
 from .endless import Endless, ends_of
-from .processes import PeerError, Server, run, shown
+from .processes import Server, run, shown
 
 PEERS = LLAMA_CPP_PYTHON, BATCHED_BENCH, SERVER = ("llama-cpp-python", "llama-batched-bench", "llama-server")
 

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from ..errors import CampaignError
+from ..errors import PeerError
 from ..ffi import LIB_DIR, SPIN_COUNT
 from .machine import CPUS
 
@@ -32,10 +32,6 @@ if os.getppid() != int(sys.argv[1]):
 os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
 os.execv(sys.argv[3], sys.argv[3:])
 """
-
-
-class PeerError(CampaignError):
-    """A peer is not there, did not start, or did not do what it was asked for; the message quotes what it said last."""
 
 
 def run(name: str, command: Sequence[str | Path], cwd: Path, *, stdin: str = "", limit_s: float = RUN_LIMIT_S) -> str:

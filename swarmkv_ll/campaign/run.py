@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import __version__, budget
 from ..budget import validate_context_budget
-from ..errors import CampaignError, SwarmKVError
+from ..errors import CampaignError, PeerError, SwarmKVError
 from ..fanout import document_and_prompts
 from ..ffi import LIB_DIR
 from ..limits import default_n_threads
@@ -24,7 +24,6 @@ from . import experiments, peers
 from .experiments import Bench
 from .machine import Load, Yardstick, describe, pinned_threads, yardstick
 from .plan import FULL, HEADROOM, MIN_CONTEXT, N_QUESTION, QUICK, Sizes, Task, fitting, tasks
-from .processes import PeerError
 from .records import BEST, PLOTS, REPORT_HTML, REPORT_MD, SUMMARY, Case, Folder, Row, opened, rows_of
 from .report import write_report
 from .summary import OURS, best_run, measure, summarise
