@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from swarmkv_ll.campaign.values import metric_name
+
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: benchmarks/readme.py writes this -->", "<!-- /measured -->"
 
@@ -22,7 +24,7 @@ def table(summary: dict[str, Any]) -> str:
         "Medians of trials that run in turns with what they are compared to. "
         f"The same short decode varied by {noise['decode_spread']:.0%} over the run, and other processes took "
         f"{noise['others_cpu']:.0%} of the processors"
-        + ("." if noise["conclusive"] else ": **too noisy to conclude from**."),
+        + ("." if noise["conclusive"] else ": **too noisy to conclude from**, but for what is far from its target."),
         "",
         "| what | measured (trials from … to) | bound | share of it | wanted | |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -42,7 +44,7 @@ def table(summary: dict[str, Any]) -> str:
         )
         trials = f" ({digits(metric['worst'])} … {digits(metric['best'])})" if metric["n"] > 1 else ""
         cells = [
-            metric["what"],
+            metric_name(name),
             digits(metric["median"]) + unit + trials,
             bound,
             share_told,

@@ -352,8 +352,22 @@ def test_a_noisy_machine_concludes_nothing(noise: list[list[Row]], told: str | N
     found = summed([*article(1), *(row for rows in noise for row in rows)], trials=1)
     assert found["noise"]["conclusive"] is (told is None)
     assert (told or "") in " ".join(found["noise"]["reasons"])
-    assert {t["verdict"] for t in found["targets"]} <= ({"met", "missed"} if told is None else {"not concluded"})
+    verdicts = {t["verdict"] for t in found["targets"]}
+    assert ("not concluded" in verdicts) is (told is not None)
+    assert noise or verdicts == {"not concluded"}
     assert len(found["targets"]) == 4
+
+
+def test_what_is_far_from_its_target_is_concluded_in_noise_too() -> None:
+    noise = [*quiet(1), *quiet(2, decode=1.7), *quiet(3)]
+
+    def verdict(again: float) -> str:
+        found = summed([*article(1, again=again), *noise], trials=1)
+        assert not found["noise"]["conclusive"]
+        assert 0.5 < found["noise"]["decode_spread"] < 0.6
+        return next(t["verdict"] for t in found["targets"] if (t["metric"], t["of"]) == ("activation_ratio", "median"))
+
+    assert [verdict(again) for again in (30, 20, 16, 8)] == ["met", "not concluded", "not concluded", "missed"]
 
 
 def test_peers_are_set_beside_us() -> None:

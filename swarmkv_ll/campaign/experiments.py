@@ -191,7 +191,7 @@ def _branch(
 def fan(bench: Bench, case: Case, tell: Tell, *, rounds: int = 15) -> list[Row]:
     """Branches of one deterministic document in every way there is, against re-prefilling it for each; and the copies.
 
-    The two sides run in turns, batch by batch (`race`). `rounds` are those of copies and activations.
+    The two sides run in turns, piece by piece (`race`). `rounds` are those of copies and activations.
     """
     n, n_document = case.n_branches or 0, case.n_document or 0
     n_ctx = n_document + len(bench.question(0)) + 64

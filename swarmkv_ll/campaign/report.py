@@ -242,7 +242,10 @@ def _quiet(run: _Run) -> Text:
     if run.noise["conclusive"]:
         return "The machine was quiet enough to conclude from."
     reasons = "; ".join(plain(reason) for reason in run.noise.get("reasons") or ["no reason was kept"])
-    return [Strong("The machine was too noisy to conclude from"), f": {reasons}."]
+    return [
+        Strong("The machine was too noisy to conclude from"),
+        f": {reasons}. Only what all trials put further from its target than that is judged.",
+    ]
 
 
 def _headlines(run: _Run) -> Iterator[Figure]:
@@ -309,7 +312,7 @@ def _method(run: _Run) -> Iterator[Block]:
         "Bounds": "of activation, the decode of the same prompt and nothing else (B). Of N branches end to end, one context, "
         "one prefill and N such decodes (C + P + N·B, against N·(C + P + B)); one decode where all are in one batch. Of a copy, np.copyto of as many bytes. Each "
         "trial is put beside its own.",
-        "In turns": "both sides of a comparison run batch by batch, always the one that is further behind, "
+        "In turns": "both sides of a comparison compute 128 tokens at a time, always the one that is further behind, "
         "so that a slow minute falls on both. First trials of everything come first, then all second ones.",
         "Warm": "a short document was decoded several times before anything was measured. " + _pinned(run),
         "Same answers": "each branch's first logits were compared with the baseline's, bit for bit. "

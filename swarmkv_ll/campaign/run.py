@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import __version__, budget
 from ..budget import validate_context_budget
-from ..errors import CampaignError, PeerError, SwarmKVError
+from ..errors import CampaignError, ContextBudgetError, PeerError, SwarmKVError
 from ..fanout import document_and_prompts
 from ..ffi import LIB_DIR
 from ..limits import default_n_threads
@@ -92,9 +92,9 @@ def campaign(
     Raises
     ------
     ContextBudgetError
-        A document does not fit what the model was trained on. Nothing was made.
+        `n_document` does not fit what the model was trained on. Nothing was made.
     CampaignError, OSError
-        The folder cannot be taken, see `records.opened`.
+        A document does not fit, or the folder cannot be taken, see `records.opened`. Nothing was made.
     """
     if model.n_ctx_train < MIN_CONTEXT:
         raise CampaignError(
@@ -106,10 +106,14 @@ def campaign(
         validate_context_budget(n_document, HEADROOM - budget.HEADROOM, model.n_ctx_train)
     n_threads = default_n_threads()
     sizes, left_out = fitting(QUICK if quick else FULL, model.n_ctx_train, n_document)
+    known = []
     for document in documents:
         prefix, questions = document_and_prompts(model, document.text, document.prompts, _chat(model))
-        validate_context_budget(len(prefix), max(map(len, questions)) + sizes.n_answer, model.n_ctx_train)
-    known = [(d.name, _n_tokens(model, d)) for d in documents]
+        try:
+            validate_context_budget(len(prefix), max(map(len, questions)) + sizes.n_answer, model.n_ctx_train)
+        except ContextBudgetError as error:
+            raise CampaignError(f"{document.name}: {error}") from error
+        known.append((document.name, len(prefix)))
     there = [peer for peer in peers.PEERS if with_peers and peers.missing(peer) is None]
     settings = {
         "mode": "quick" if quick else "full",
@@ -366,10 +370,6 @@ def _tokens(model: Model, text: str) -> Tokens:
 
 def _chat(model: Model) -> bool:
     return model.chat_template is not None
-
-
-def _n_tokens(model: Model, document: RealDocument) -> int:
-    return len(document_and_prompts(model, document.text, document.prompts, _chat(model))[0])
 
 
 def engine_header(model: Model, n_tokens: int) -> RealDocument:
