@@ -401,9 +401,9 @@ def test_bars_are_medians_and_the_bound_is_a_prefill_and_the_decodes() -> None:
         ]
     )
     bounds = [
-        prefills / 8 + 8 * alone
-        for prefills, alone in zip(
-            of("prefill_s", "reprefill", experiment="eight"), of("bound_s", "", "", experiment="eight"), strict=True
+        again / 8 + 7 * alone
+        for again, alone in zip(
+            of("end_to_end_s", "reprefill", experiment="eight"), of("bound_s", "", "", experiment="eight"), strict=True
         )
     ]
     dashed = next(
@@ -583,7 +583,10 @@ def test_a_noisy_machine_is_told() -> None:
     summary = summarise(RUN, rows)
     said = spaced(html_of(summary, rows).said)
     assert f"The machine was too noisy to conclude from: {summary['noise']['reasons'][0]}." in said
-    assert "0 met; ? not concluded: 9." in said
+    verdicts = [target["verdict"] for target in summary["targets"]]
+    assert f"{verdicts.count('met')} met" in said
+    assert f"? not concluded: {verdicts.count('not concluded')}." in said
+    assert verdicts.count("not concluded") > 4
     assert "quiet enough" not in said
 
 

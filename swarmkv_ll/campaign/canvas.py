@@ -113,12 +113,15 @@ def counted(n: int, what: str) -> str:
 def measured(rows: Sequence[Row], *more: str, dots: bool = True) -> str:
     """What rows are of: tokens, trials."""
     documents = sorted({row.n_document for row in rows if row.n_document})
-    n = len({row.trial for row in rows})
+    n_trials = {n: len({row.trial for row in rows if row.n_document == n}) for n in documents}
+    n = max(n_trials.values(), default=1)
     if len(documents) > 1:
         said = f"Documents of {documents[0]:,} to {documents[-1]:,} tokens"
     else:
         said = f"A document of {documents[0]:,} tokens" if documents else "A document"
     trials = "one trial" if n == 1 else f"median of {n} trials" + ", each of them a dot" * dots
+    if len(set(n_trials.values())) > 1:
+        trials += f", at {', '.join(f'{d:,}' for d in documents if n_trials[d] == n)}; one trial elsewhere"
     return "; ".join([said, trials, *more])
 
 

@@ -61,7 +61,7 @@ SHARES = {
 }
 """Metrics whose trials are shown, in the colours of the sides that reach them."""
 
-_WHOLE_BOUND = "bound P + N·B: one prefill, and each branch's prompt decoded by itself"
+_WHOLE_BOUND = "bound C + P + N·B: a context and a prefill once, and each prompt decoded by itself"
 
 Filled = tuple[str, Legend]
 """What was measured, for the line under the title; and what the legend explains."""

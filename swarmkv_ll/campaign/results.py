@@ -129,7 +129,7 @@ def branches(rows: Rows) -> Iterator[Block]:
     if pick(rows, experiment="branches"):
         yield Paragraph(
             "Of re-prefills, N times the mean of all counts as N. Shared cells decode all prompts in one batch, which costs "
-            "less than one after another: they can pass P + N·B."
+            "less than one after another: they can pass the bound."
         )
 
 

@@ -153,14 +153,15 @@ def branch_alone(rows: Iterable[Row]) -> float | None:
 
 
 def end_to_end_bounds(rows: Iterable[Row], n: int) -> dict[int, tuple[float, float]]:
-    """Of each trial of one document: seconds of one prefill and `n` branches' decodes, and what `n` prefills are to them."""
+    """Of each trial of one document: seconds of a re-prefill and `n` − 1 decodes, and what `n` re-prefills are to them."""
     known, found = list(rows), {}
     for trial in sorted({row.trial for row in known}):
         part = [row for row in known if row.trial == trial]
-        prefill, branch = one_prefill(part), branch_alone(part)
-        if prefill and branch:
-            whole = prefill + n * branch
-            found[trial] = (whole, n * (prefill + branch) / whole)
+        branch = branch_alone(part)
+        again = middle(r.value for r in pick(part, strategy="reprefill", name="end_to_end_s", n_branches=n))
+        if again and branch:
+            whole = again / n + (n - 1) * branch
+            found[trial] = (whole, again / whole)
     return found
 
 
