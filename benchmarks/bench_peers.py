@@ -8,10 +8,12 @@ import pytest
 
 from swarmkv_ll import Model
 from swarmkv_ll.campaign.peers import PEERS, Case, compare, missing
+from swarmkv_ll.campaign.summary import PEERS as METRICS
+from swarmkv_ll.campaign.summary import TARGETS
 from swarmkv_ll.limits import default_n_threads
 from swarmkv_ll.pipeline_measure import texts
 
-WANTED = {"save_load": 20, "fan_out_vs_llama_batched_bench": 0.95, "fan_out_vs_llama_server": 4}
+WANTED = {key: wanted for metric, _, wanted in TARGETS for key, (name, _) in METRICS.items() if name == metric}
 """Of the comparisons that have a target; the others are in `extra_info` only."""
 
 

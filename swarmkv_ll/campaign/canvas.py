@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .records import Row
-from .values import Side, plain
+from .values import Side, counted, plain
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -103,11 +103,6 @@ def where(summary: Mapping[str, Any]) -> str:
     cpu = plain(machine.get("cpu") or "an unknown processor", 40)
     n_threads = settings.get("n_threads")
     return f"{name} on {cpu}" + (f", {counted(n_threads, 'thread')}" if isinstance(n_threads, int) else "")
-
-
-def counted(n: int, what: str) -> str:
-    """1 branch, 2 branches."""
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def measured(rows: Sequence[Row], *more: str, dots: bool = True) -> str:

@@ -10,22 +10,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from ..arena import Arena, lease_size
-from ..batching import BatchedDecoder
 from ..context import Context
 from ..fanout import N_BATCH, FanOut, Strategy, fan_out, prefill
 from ..measure import Times, activation, copies
 from ..model import Model, Tokens
 from ..outputs import Logits
 from ..snapshot import Snapshot
-from .endless import Endless, ends_of
 from .race import Lap, Side, race
 from .records import Case, Row, rows_of
+from .warm import warm
 
 Tell = Callable[[int], None]
 """Told the tokens that were computed since it was told last."""
@@ -84,6 +82,14 @@ class _Answers:
 REPREFILL, SHARED = ("reprefill", "fresh"), ("shared", "")
 HOLDING, REUSED, FRESH = (("snapshot", contexts) for contexts in ("holding", "reused", "fresh"))
 
+PARTS = {
+    SHARED: ("fork", "branch"),
+    HOLDING: ("restore", "branch"),
+    REUSED: ("fork", "restore", "branch"),
+    FRESH: ("context", "fork", "restore", "branch"),
+}
+"""What a branch consists of, each way."""
+
 
 PIECE = 128
 """Tokens of a document that are computed at a time: as fast as more, and the sides change places every second."""
@@ -116,7 +122,7 @@ def _once(
     bench: Bench, case: Case, n_ctx: int, answers: _Answers, after: Callable[[Context, Snapshot], None]
 ) -> Iterator[Lap]:
     """The document once, its snapshot, and then all branches in each of the ways there are."""
-    n, document, holds = case.n_branches or 0, bench.document(case.n_document or 0), bench.model.capabilities
+    n, document = case.n_branches or 0, bench.document(case.n_document or 0)
     with ExitStack() as stack:
         ctx = stack.enter_context(bench.context(case, n_ctx + n * len(bench.question(0)), 1 + n))
         yield "context", 0
@@ -129,9 +135,6 @@ def _once(
         after(ctx, snapshot)
         yield "besides", 0
         for way in ways(bench.model):
-            if way is not SHARED and not holds.attention_only:
-                snapshot.restore(ctx)
-            yield "besides", 0
             if way is SHARED:
                 yield from _shared(bench, ctx, n, answers)
                 continue
@@ -211,24 +214,15 @@ def fan(bench: Bench, case: Case, tell: Tell, *, rounds: int = 15) -> list[Row]:
     whole["end_to_end_s"] = sum(whole.values()) + baseline.seconds("close")
     whole["activation_s"] = baseline.seconds("last context", "last prefill", "last branch")
     rows += rows_of(case, whole, *REPREFILL)
-    shared_part = {f"{name}_s": ours.seconds(name) for name in ("context", "prefill", "export")}
     for way in ways(bench.model):
-        contexts = way[1]
-        told = contexts or "shared"
-        parts = (
-            ["context"] * (contexts == "fresh") + ["fork"] * (contexts != "holding") + ["restore"] * (way is not SHARED)
-        )
-        parts.append("branch")
-        values = dict(shared_part)
-        if way is SHARED:
-            del values["export_s"]
-        for part in parts:
-            key = f"{part}_s"
-            values[key] = values.get(key, 0.0) + ours.seconds(f"{told} {part}")
-        values["activation_s"] = sum(ours.times(f"{told} {part}")[-1] for part in parts)
-        values["end_to_end_s"] = sum(values[f"{p}_s"] for p in {*parts, "context", "prefill"})
-        values["end_to_end_s"] += values.get("export_s", 0.0) + ours.seconds(f"{told} close", "end")
-        values["end_to_end_s"] += ours.seconds("arena") if "fork" in parts and way is not SHARED else 0.0
+        told = way[1] or "shared"
+        once = ("context", "prefill") if way is SHARED else ("context", "prefill", "export")
+        values = {f"{name}_s": ours.seconds(name) for name in once}
+        for part in PARTS[way]:
+            values[f"{part}_s"] = values.get(f"{part}_s", 0.0) + ours.seconds(f"{told} {part}")
+        arena = ours.seconds("arena") if way in (REUSED, FRESH) else 0.0  # that forks lie in
+        values["end_to_end_s"] = sum(values.values()) + arena + ours.seconds(f"{told} close", "end")
+        values["activation_s"] = sum(ours.times(f"{told} {part}")[-1] for part in PARTS[way])
         values |= _compared(answers, way)
         rows += rows_of(case, values, *way)
     return rows
@@ -313,24 +307,13 @@ def scaling(bench: Bench, case: Case, tell: Tell, counts: Sequence[int]) -> list
 def generation(bench: Bench, case: Case, tell: Tell) -> list[Row]:
     """Answers of `n_answer` tokens, none ends before: all branches in one batch, against one after another."""
     n, n_answer, n_document = case.n_branches or 0, case.n_answer or 0, case.n_document or 0
-    n_ctx, ends = n_document + 1 + n * (n_answer + len(bench.question(0)) + 8) + 64, ends_of(bench.model)
+    n_ctx = n_document + 1 + n * (n_answer + len(bench.question(0)) + 8) + 64
+    questions = [bench.question(i) for i in range(n)]
     with bench.context(case, n_ctx, 2 + n) as ctx:
-        decoder = BatchedDecoder(ctx)
-        source = decoder.prefill(bench.document(n_document), uses=1_000_000)
-        decoder.run()
+        answered = warm(ctx, bench.document(n_document), n_answer)
         tell(n_document)
-
-        def answered(together: int) -> tuple[float, float]:
-            """Seconds, and those of them that the engine took."""
-            first, begin = len(decoder.steps), perf_counter()
-            for at in range(0, n, together):
-                for i in range(at, at + together):
-                    decoder.branch(bench.question(i), after=source, max_tokens=n_answer, sampler=Endless(ends))
-                decoder.run()
-            return perf_counter() - begin, sum(step.engine_s for step in decoder.steps[first:])
-
-        alone, together = answered(1)[0], answered(n)
-    return rows_of(case, {"one_at_a_time_s": alone, "together_s": together[0], "engine_s": together[1]})
+        alone, together = sum(answered([question]).seconds for question in questions), answered(questions)
+    return rows_of(case, {"one_at_a_time_s": alone, "together_s": together.seconds, "engine_s": together.engine_s})
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────

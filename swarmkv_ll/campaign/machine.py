@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from ..arena import Arena, available_memory
 from ..context import Context
 from ..doctor import examine
+from ..measure import interleaved
 from ..model import Model, Tokens
 
 CPUS = frozenset(os.sched_getaffinity(0))
@@ -129,13 +129,8 @@ class Yardstick:
 
     def measure(self) -> dict[str, float]:
         """Both, in seconds: medians of five in turns."""
-        times: dict[str, list[float]] = {"decode_s": [], "copy_s": []}
-        for _ in range(_ROUNDS):
-            for name, step in (("decode_s", self.decode), ("copy_s", self.copy)):
-                begin = perf_counter()
-                step()
-                times[name].append(perf_counter() - begin)
-        return {name: median(found) for name, found in times.items()}
+        times = interleaved(_ROUNDS, decode_s=self.decode, copy_s=self.copy)
+        return {name: times.median(name) for name in times}
 
 
 @contextmanager

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..batching import BatchedDecoder
 from ..budget import HEADROOM
 from ..cache import cache_dir
 from ..errors import InvalidArgumentError, PeerError
 from ..ffi import LIB_DIR
 from ..model import Model, Tokens
 from ..runtime import STAMP
-from .endless import Endless, ends_of
 from .processes import Server, run, shown
+from .summary import times_as_good
+from .warm import Answered, warm
 
 PEERS = LLAMA_CPP_PYTHON, BATCHED_BENCH, SERVER = ("llama-cpp-python", "llama-batched-bench", "llama-server")
 
@@ -114,8 +114,7 @@ class Comparison:
     @property
     def ratio(self) -> float:
         """How many times as fast we were."""
-        ratio = self.peer_value / self.our_value
-        return 1 / ratio if self.unit == "tok/s" else ratio
+        return times_as_good(self.peer_value, self.our_value, self.unit)
 
 
 def version(peer: str) -> str | None:
@@ -410,14 +409,6 @@ def _complete(server: Server, requests: Sequence[dict[str, Any]]) -> list[dict[s
 # ── our side ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Answered(NamedTuple):
-    """What our fan-out took and gave: seconds, those of them in the engine, each answer's tokens."""
-
-    seconds: float
-    engine_s: float
-    answers: list[list[int]]
-
-
 def _between(before: Answered, after: Answered) -> float:
     """Seconds of ours to stand beside what a peer did between the two."""
     return mean((before.seconds, after.seconds))
@@ -427,23 +418,5 @@ def _between(before: Answered, after: Answered) -> float:
 def _warm(case: Case, model: Model, n_prompt: int) -> Iterator[Callable[[Sequence[Tokens]], Answered]]:
     """Our fan-out, with the document warm in a context."""
     n_ctx = len(case.short) + case.n_branches * (n_prompt + case.n_answer) + HEADROOM
-    ends = ends_of(model)
     with model.context(n_ctx, 1 + case.n_branches, flash_attn=True, n_threads=case.n_threads) as ctx:
-        decoder = BatchedDecoder(ctx)
-        document = decoder.prefill(case.short, uses=2**31)
-        decoder.run()
-        document.future.result()
-
-        def fan_out(prompts: Sequence[Tokens]) -> Answered:
-            decoder.steps.clear()
-            begin = perf_counter()
-            branches = [
-                decoder.branch(prompt, after=document, max_tokens=case.n_answer, sampler=Endless(ends))
-                for prompt in prompts
-            ]
-            decoder.run()
-            seconds = perf_counter() - begin
-            answers = [branch.future.result().answer.tokens for branch in branches]
-            return Answered(seconds, sum(step.engine_s for step in decoder.steps), answers)
-
-        yield fan_out
+        yield warm(ctx, case.short, case.n_answer)

@@ -14,6 +14,7 @@ from .values import (
     activations,
     branch_alone,
     by_trial,
+    counted,
     end_to_end_bounds,
     metric_name,
     middle,
@@ -83,7 +84,7 @@ def fans(rows: Sequence[Row], name: str) -> list[tuple[int, list[Row]]]:
 def _fan_name(n: int, part: Sequence[Row], parts: Sequence[tuple[int, Sequence[Row]]]) -> str:
     """2 branches; and of how many tokens, where the documents differ."""
     sizes = {row.n_document for _, rows in parts for row in rows}
-    return canvas.counted(n, "branch") + (f", {part[0].n_document or 0:,} tokens" if len(sizes) > 1 else "")
+    return counted(n, "branch") + (f", {part[0].n_document or 0:,} tokens" if len(sizes) > 1 else "")
 
 
 def _times_faster(known: Mapping[Side, Mapping[int, float]], side: Side) -> str:

@@ -37,6 +37,7 @@ from .values import (
     activations,
     by_trial,
     count,
+    counted,
     duration,
     finite,
     metric_name,
@@ -150,9 +151,9 @@ def _told_apart(measured: Any, goal: Any, unit: str) -> str:
 def _answer(run: _Run) -> Iterator[Block]:
     settings, machine = run.settings, mapping(run.summary, "machine")
     facts = [f"{count(settings['n_document'])} tokens"] if finite(settings.get("n_document")) else []
-    facts += [_many(settings["trials"], "trial")] if isinstance(settings.get("trials"), int) else []
+    facts += [counted(settings["trials"], "trial")] if isinstance(settings.get("trials"), int) else []
     facts += [plain(machine.get("cpu") or "unknown processor", 80)]
-    facts += [_many(settings["n_threads"], "thread")] if isinstance(settings.get("n_threads"), int) else []
+    facts += [counted(settings["n_threads"], "thread")] if isinstance(settings.get("n_threads"), int) else []
     facts += [plain(run.summary["created_at"])[:10]] if run.summary.get("created_at") else []
     yield Paragraph(f"{', '.join(facts)}.")
     yield Paragraph(
@@ -173,10 +174,6 @@ def _answer(run: _Run) -> Iterator[Block]:
     if run.targets:
         lines = [(metric_name(target.metric), target.wanted, target.measured, target.verdict) for target in run.targets]
         yield Table("Targets, and what came of them", (" figure", " wanted", "measured", " verdict"), lines)
-
-
-def _many(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _gains(run: _Run) -> Iterator[Text]:
@@ -211,7 +208,9 @@ def _beside_others(run: _Run) -> Iterator[Text]:
     compared = results.comparisons(run.summary)
     behind = [f"{name} ({number(one.get('ratio'))} ×)" for name, one in compared if (finite(one.get("ratio")) or 1) < 1]
     if compared:
-        said = f"Beside other programs: ahead in {len(compared) - len(behind)} of {_many(len(compared), 'comparison')}"
+        said = (
+            f"Beside other programs: ahead in {len(compared) - len(behind)} of {counted(len(compared), 'comparison')}"
+        )
         yield f"{said}{'; behind ' if behind else ''}{', '.join(behind)}."
 
 
@@ -228,7 +227,7 @@ def _judged(run: _Run) -> Text:
             else "There was nothing to judge."
         )
     met = sum(target.verdict.text == "met" for target in run.targets)
-    said: list[Any] = [f"Of {_many(len(run.targets), 'target')}, {met} met"]
+    said: list[Any] = [f"Of {counted(len(run.targets), 'target')}, {met} met"]
     for verdict in ("missed", "not concluded"):
         names = [f"{metric_name(t.metric)} {t.wanted}" for t in run.targets if t.verdict.text == verdict]
         told = ", ".join(names) if len(names) <= _FEW else str(len(names))
@@ -338,7 +337,7 @@ def _identical(rows: Sequence[Row]) -> str:
         off = [row.value for row in pick(rows, name="logits_off", strategy=strategy)]
         same = sum(value == 1 for value in found)
         if found:
-            said += f"{name}: the same bits in {same} of {_many(len(found), 'case')}"
+            said += f"{name}: the same bits in {same} of {counted(len(found), 'case')}"
             said += f", off by {number(max(off))} at most. " if same < len(found) and off else ". "
         if strategy == "snapshot" and same < len(found):
             said += "That is a fault: a snapshot's branch is promised the same bits. "

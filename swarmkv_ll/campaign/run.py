@@ -24,7 +24,7 @@ from . import experiments, peers
 from .experiments import Bench
 from .machine import Load, Yardstick, describe, pinned_threads, yardstick
 from .plan import FULL, HEADROOM, MIN_CONTEXT, N_QUESTION, QUICK, Sizes, Task, fitting, tasks
-from .records import BEST, PLOTS, REPORT_HTML, REPORT_MD, SUMMARY, Case, Folder, Row, opened, rows_of
+from .records import BEST, PLOTS, SUMMARY, Case, Folder, Row, opened, rows_of
 from .report import write_report
 from .summary import OURS, best_run, measure, summarise
 from .values import plain
@@ -108,13 +108,14 @@ def campaign(
     sizes, left_out = fitting(QUICK if quick else FULL, model.n_ctx_train, n_document)
     known = []
     for document in documents:
-        prefix, questions = document_and_prompts(model, document.text, document.prompts, _chat(model))
+        chat = model.chat_template is not None
+        prefix, questions = document_and_prompts(model, document.text, document.prompts, chat)
         try:
             validate_context_budget(len(prefix), max(map(len, questions)) + sizes.n_answer, model.n_ctx_train)
         except ContextBudgetError as error:
             raise CampaignError(f"{document.name}: {error}") from error
         known.append((document.name, len(prefix)))
-    there = [peer for peer in peers.PEERS if with_peers and peers.missing(peer) is None]
+    reasons = {peer: peers.missing(peer) for peer in peers.PEERS if with_peers}
     settings = {
         "mode": "quick" if quick else "full",
         "version": __version__,
@@ -126,8 +127,10 @@ def campaign(
         "peers": with_peers,
         **asdict(sizes),
     }
-    bench = Bench(model, n_threads, _tokens(model, text), _questions(model))
-    described = _described(model)
+    text_tokens = model.tokenize(text, add_special=True, parse_special=False)
+    bench = Bench(model, n_threads, text_tokens, _questions(model))
+    described = _described(bench)
+    there = [peer for peer, reason in reasons.items() if reason is None]
     todo = tasks(sizes, known, there, flash_attn=described["flash_attn"])
     with opened(out, settings, overwrite=overwrite) as folder:
         begin, before = perf_counter(), folder.run.get("seconds", 0.0)
@@ -136,8 +139,8 @@ def campaign(
             command=command,
             machine=describe(),
             model=described,
-            skipped=left_out + _not_there(with_peers),
-            peers=_reasons(with_peers, folder.run.get("peers", {})),
+            skipped=left_out + _not_there(reasons),
+            peers=_told(reasons, folder.run.get("peers", {})),
         )
         run = _Run(bench, sizes, {d.name: d for d in documents}, folder, on_progress)
         try:
@@ -304,26 +307,27 @@ def _tokens_told(case: Case) -> int:
     return n * prefills.get(case.experiment, 1)
 
 
-def _reasons(with_peers: bool, known: Mapping[str, Any]) -> dict[str, Any]:
+def _told(reasons: Mapping[str, str | None], known: Mapping[str, Any]) -> dict[str, Any]:
     """Of each peer its version, or why it cannot be measured; and what is known of its comparisons."""
-    found = {}
-    for peer in peers.PEERS if with_peers else ():
-        reason = peers.missing(peer)
-        comparisons = known.get(peer, {}).get("comparisons", {})
-        version = None if reason else peers.version(peer)
-        found[peer] = {"reason": reason, "version": version, "comparisons": comparisons}
-    return found
+    return {
+        peer: {
+            "reason": reason,
+            "version": None if reason else peers.version(peer),
+            "comparisons": known.get(peer, {}).get("comparisons", {}),
+        }
+        for peer, reason in reasons.items()
+    }
 
 
-def _not_there(with_peers: bool) -> list[str]:
-    if not with_peers:
+def _not_there(reasons: Mapping[str, str | None]) -> list[str]:
+    if not reasons:
         return ["peers: --peers measures them too"]
-    return [f"{peer}: {reason}" for peer in peers.PEERS if (reason := peers.missing(peer))]
+    return [f"{peer}: {reason}" for peer, reason in reasons.items() if reason]
 
 
-def _described(model: Model) -> dict[str, Any]:
+def _described(bench: Bench) -> dict[str, Any]:
+    model, question = bench.model, bench.question(0)
     n_layer = next((int(v) for k, v in model.metadata.items() if k.endswith(".block_count")), None)
-    question = _questions(model)[0]
     with model.context(256) as ctx:
         flash_attn = ctx.flash_attn
         ctx.decode(question)
@@ -364,19 +368,8 @@ def _questions(model: Model) -> list[Tokens]:
     return [np.resize(tokens[-N_QUESTION:], N_QUESTION) for tokens in found]
 
 
-def _tokens(model: Model, text: str) -> Tokens:
-    return model.tokenize(text, add_special=True, parse_special=False)
-
-
-def _chat(model: Model) -> bool:
-    return model.chat_template is not None
-
-
 def engine_header(model: Model, n_tokens: int) -> RealDocument:
     """A real document that every installation has: the beginning of the engine's C header."""
     text = (LIB_DIR / "include" / "llama.h").read_text(encoding="utf-8")
     tokens = model.tokenize(text, add_special=False, parse_special=False)[:n_tokens]
     return RealDocument("llama.h", model.detokenize(tokens), GENERAL_PROMPTS)
-
-
-__all__ = ["REPORT_HTML", "REPORT_MD", "RealDocument", "campaign", "engine_header", "finish"]

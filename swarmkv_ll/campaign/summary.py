@@ -312,7 +312,7 @@ def _peers(known: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, dict[str,
             pairs = [(v[name], v[OURS]) for v in values.values() if len(v) == 2]
             if not pairs:
                 continue
-            ratios = [theirs / ours if told["unit"] == "s" else ours / theirs for theirs, ours in pairs]
+            ratios = [times_as_good(theirs, ours, told["unit"]) for theirs, ours in pairs]
             trials[key] = ratios
             comparisons.append(
                 {
@@ -333,6 +333,11 @@ def _peers(known: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, dict[str,
             "trials": trials,
         }
     return found
+
+
+def times_as_good(theirs: float, ours: float, unit: str) -> float:
+    """How many times as good as a peer we were: of seconds fewer are better, of tokens a second more."""
+    return theirs / ours if unit == "s" else ours / theirs
 
 
 def measure(comparison: str, unit: str) -> str:

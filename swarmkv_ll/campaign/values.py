@@ -271,6 +271,11 @@ def count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else number(value)
 
 
+def counted(n: int, what: str) -> str:
+    """1 branch, 2 branches."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}{'es' if what.endswith('ch') else 's'}"
+
+
 def plain(text: Any, longest: int = 400) -> str:
     """On one line, without what cannot be printed; a long one is cut in its middle, for names often differ at the end."""
     line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(text).split()))
