@@ -21,11 +21,11 @@ from .cli_bench import bench
 from .cli_run import run
 from .cli_snapshot import snapshot
 from .errors import SwarmKVError
+from .printable import one_line
 from .terminal import (
     duration,
     lines_of,
     loaded_model,
-    one_line,
     out,
     path_of_model,
     progress_bar,

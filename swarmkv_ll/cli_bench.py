@@ -13,7 +13,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .terminal import clean, lines_of, loaded_model, progress_bar, read_text, sample, show
+from .printable import clean
+from .terminal import lines_of, loaded_model, progress_bar, read_text, sample, show
 
 _DEFAULT_OUT = "swarmkv-bench"
 

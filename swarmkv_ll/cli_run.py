@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import PipelineError
-from .terminal import check_target, duration, err, extra_named, loaded_model, one_line, out, ratio_table, show
+from .printable import one_line
+from .terminal import check_target, duration, err, extra_named, loaded_model, out, ratio_table, show
 
 if TYPE_CHECKING:
     from .pipeline import NodeResult, Pipeline, PipelineResult, Run

@@ -22,9 +22,9 @@ from .errors import (
     SnapshotError,
     SnapshotFileError,
 )
+from .printable import clean
 from .terminal import (
     check_target,
-    clean,
     duration,
     extra_named,
     loaded_model,

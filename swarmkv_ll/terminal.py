@@ -133,16 +133,6 @@ def check_target(path: str) -> Path:
     return target
 
 
-def clean(text: object) -> str:
-    """Text without what could steer a terminal, or not be printed."""
-    return "".join(c if c.isprintable() else "�" for c in str(text))
-
-
-def one_line(message: object) -> str:
-    """A message for standard error."""
-    return clean(" ".join(str(message).split()))
-
-
 def lines_of(text: str) -> list[str]:
     """Its lines that hold something."""
     return [line.strip() for line in text.splitlines() if line.strip()]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cache import atomic_file, write_all
 from .errors import InvalidArgumentError
+from .printable import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -313,7 +314,7 @@ def figure(timeline: Timeline) -> Figure:
     if room < _LEGIBLE:
         room, every = _LEGIBLE, math.ceil(_LEGIBLE / room)
     size = min(9.0, room)
-    names = [_one_line(lane, 32) for lane in timeline.lanes]
+    names = [one_line(lane, 32) for lane in timeline.lanes]
     left = max(0.75, 0.2 + max((_width(made, name, size) for name in names[::every]), default=0))
     wide = _WIDTH - left - _RIGHT
     begin, end = _extent(timeline)
@@ -422,7 +423,7 @@ def _draw_marks(ax: Axes, marks: list[Mark], top: float, pitch: float, scale: _S
             continue  # a row of triangles, not a smear
         free_tip = x
         shown.append(scale.at(mark.at))
-        text = _one_line(mark.text, 48)
+        text = one_line(mark.text, 48)
         if text_size < _LEGIBLE or not text:
             continue
         long = _width(ax.figure, text, text_size)
@@ -473,12 +474,6 @@ def tallest(steps: Iterable[Step], begin: float, end: float, n: int) -> list[int
         for i in range(max(0, int(first)), min(n, max(math.ceil(last), int(first) + 1))):
             found[i] = max(found[i], step.n_tokens)
     return found
-
-
-def _one_line(text: str, n: int) -> str:
-    """At most `n` characters on one line: cut in the middle, for names of a kind often differ at their ends."""
-    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
-    return line if len(line) <= n else f"{line[: n // 2]}…{line[len(line) - (n - 1) // 2 :]}"
 
 
 def _width(figure: Figure | SubFigure, text: str, size: float) -> float:

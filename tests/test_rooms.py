@@ -15,7 +15,7 @@ PACKAGE = Path(swarmkv_ll.__file__).parent
 
 ORDER = [
     ["errors"],
-    ["blob", "budget", "cache", "dag", "pipeline_file", "policy"],
+    ["blob", "budget", "cache", "dag", "pipeline_file", "policy", "printable"],
     ["cells", "timeline"],
     ["default_model", "modelfile", "exclusive", "skv"],
     ["identity"],
@@ -51,7 +51,8 @@ PURE = {
     "dag": {"errors"},
     "pipeline_file": {"errors"},
     "policy": {"errors"},
-    "timeline": {"cache", "errors"},
+    "printable": set(),
+    "timeline": {"cache", "errors", "printable"},
     "default_model": {"cache", "errors"},
     "modelfile": {"cache", "errors"},
     "exclusive": {"errors"},

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .values import plain
+from ..printable import one_line
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _block_as_markdown(block: Block, folder: str) -> str:
         return "\n".join(f"- {_md(item)}" for item in block.items)
     if isinstance(block, Command):
         fence = _fence(block.text, 3)
-        return f"{fence}sh\n{plain(block.text, 4000)}\n{fence}"
+        return f"{fence}sh\n{one_line(block.text, 4000)}\n{fence}"
     if isinstance(block, Image):
         return f"![{_md(block.title)}]({folder}/{block.name}.png)\n\n{_md(Strong(block.title))}. {_md(block.shows)}"
     if isinstance(block, Figures):
@@ -151,7 +151,7 @@ def _md(text: Text, *, cell: bool = False) -> str:
     found = ""
     for part in _parts(text):
         if isinstance(part, Code):
-            body, fence = plain(part.text, 2000), _fence(part.text, 1)
+            body, fence = one_line(part.text, 2000), _fence(part.text, 1)
             body = f" {body} " if body[:1] == "`" or body[-1:] == "`" else body
             found += f"{fence}{body.replace('|', chr(92) + '|') if cell else body}{fence}" if body else ""
         elif isinstance(part, Strong):
@@ -174,7 +174,7 @@ def _fence(text: str, least: int) -> str:
 
 def _edged(text: str) -> str:
     """On one line, and printable, with the space at its ends by which it is parted from its neighbours."""
-    return " " * text[:1].isspace() + plain(text, 4000) + " " * (len(text) > 1 and text[-1:].isspace())
+    return " " * text[:1].isspace() + one_line(text, 4000) + " " * (len(text) > 1 and text[-1:].isspace())
 
 
 # ── HTML ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,7 +308,7 @@ def _html(text: Text) -> str:
 
 
 def _escaped(text: str) -> str:
-    return _kept_together(html.escape(plain(text, 4000)))
+    return _kept_together(html.escape(one_line(text, 4000)))
 
 
 def _kept_together(text: str) -> str:

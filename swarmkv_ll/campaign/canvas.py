@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..printable import one_line
 from .records import Row
-from .values import Side, counted, plain
+from .values import Side, counted
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -99,8 +100,8 @@ def _add_legend(made: Figure, about: str, handles: list[Artist], top: float) -> 
 def where(summary: Mapping[str, Any]) -> str:
     """Model and machine, short enough for a line."""
     machine, settings, model = (summary.get(key) or {} for key in ("machine", "settings", "model"))
-    name = plain(model.get("name") or "a model without a name", 44)
-    cpu = plain(machine.get("cpu") or "an unknown processor", 40)
+    name = one_line(model.get("name") or "a model without a name", 44)
+    cpu = one_line(machine.get("cpu") or "an unknown processor", 40)
     n_threads = settings.get("n_threads")
     return f"{name} on {cpu}" + (f", {counted(n_threads, 'thread')}" if isinstance(n_threads, int) else "")
 

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from ..cache import write_atomically
+from ..printable import one_line
 from . import results
 from .blocks import (
     Block,
@@ -45,7 +46,6 @@ from .values import (
     number,
     percent,
     pick,
-    plain,
     seconds,
     size,
     wanted,
@@ -102,7 +102,7 @@ class _Run:
 
     @property
     def model(self) -> str:
-        return plain(mapping(self.summary, "model").get("name") or "a model without a name", 120)
+        return one_line(mapping(self.summary, "model").get("name") or "a model without a name", 120)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -152,9 +152,9 @@ def _answer(run: _Run) -> Iterator[Block]:
     settings, machine = run.settings, mapping(run.summary, "machine")
     facts = [f"{count(settings['n_document'])} tokens"] if finite(settings.get("n_document")) else []
     facts += [counted(settings["trials"], "trial")] if isinstance(settings.get("trials"), int) else []
-    facts += [plain(machine.get("cpu") or "unknown processor", 80)]
+    facts += [one_line(machine.get("cpu") or "unknown processor", 80)]
     facts += [counted(settings["n_threads"], "thread")] if isinstance(settings.get("n_threads"), int) else []
-    facts += [plain(run.summary["created_at"])[:10]] if run.summary.get("created_at") else []
+    facts += [one_line(run.summary["created_at"])[:10]] if run.summary.get("created_at") else []
     yield Paragraph(f"{', '.join(facts)}.")
     yield Paragraph(
         "Several branches go on from one document. It can be computed anew for each of them; or once, its KV state kept, and "
@@ -240,7 +240,7 @@ def _quiet(run: _Run) -> Text:
         return "How quiet the machine was is not known."
     if run.noise["conclusive"]:
         return "The machine was quiet enough to conclude from."
-    reasons = "; ".join(plain(reason) for reason in run.noise.get("reasons") or ["no reason was kept"])
+    reasons = "; ".join(one_line(reason, 400) for reason in run.noise.get("reasons") or ["no reason was kept"])
     return [
         Strong("The machine was too noisy to conclude from"),
         f": {reasons}. Only what all trials put further from its target than that is judged.",
@@ -372,7 +372,7 @@ def _machine(run: _Run) -> Iterator[Block]:
     for title, more in (("machine", threads), ("model", {})):
         known = {**mapping(run.summary, title), **more}
         lines = [
-            (_LABELS.get(key, plain(key.replace("_", " "), 60)), _shown(key, value)) for key, value in known.items()
+            (_LABELS.get(key, one_line(key.replace("_", " "), 60)), _shown(key, value)) for key, value in known.items()
         ]
         caption = f"The {title}"
         yield Table(caption, (" ", " "), lines) if lines else Paragraph(f"{caption} is not known.")
@@ -384,8 +384,8 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
-        return plain(", ".join(map(str, value)), 1000) or "none"
-    return plain(NONE if value in (None, "") else value, 1000)
+        return one_line(", ".join(map(str, value)), 1000) or "none"
+    return one_line(NONE if value in (None, "") else value, 1000)
 
 
 # ── results, and how far to trust them ───────────────────────────────────────────────────────────────
@@ -459,7 +459,7 @@ def _limits(run: _Run) -> Iterator[Block]:
     for name, metric in metrics_of(run.summary).items():
         share = finite(metric.get("share_of_bound"))
         left = NONE if share is None else "not measurable" if share >= 1 else percent(1 - share)
-        lines.append((metric_name(name), percent(share), left, plain(metric.get("limited_by") or NONE, 300)))
+        lines.append((metric_name(name), percent(share), left, one_line(metric.get("limited_by") or NONE, 300)))
     if lines:
         yield Table("Bounds", (" figure", "share reached", "left to gain", " what decides it"), lines)
     yield Paragraph(
@@ -470,7 +470,7 @@ def _limits(run: _Run) -> Iterator[Block]:
 
 def _left_out(run: _Run) -> Iterator[Block]:
     yield Heading("What was left out")
-    lines = [plain(line, 600) for line in run.summary.get("skipped") or []]
+    lines = [one_line(line, 600) for line in run.summary.get("skipped") or []]
     lines += [why for name in PICTURES if (why := missing(name, run.rows))]
     yield Bullets(lines) if lines else Paragraph("Nothing.")
 
@@ -490,5 +490,5 @@ def _files(run: _Run) -> Iterator[Block]:
     options = " --quick" * (run.settings.get("mode") == "quick") + " --peers" * bool(run.settings.get("peers"))
     yield Command(str(run.summary.get("command") or f"swarmkv bench{options}"))
     begun, took = run.summary.get("created_at"), finite(run.summary.get("seconds"))
-    said = f"Begun {plain(begun, 40)}" if begun else "When it began was not kept"
+    said = f"Begun {one_line(begun, 40)}" if begun else "When it began was not kept"
     yield Paragraph(said + (f"; it took {duration(took)}." if took else "."))

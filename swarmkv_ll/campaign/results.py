@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..printable import one_line
 from .blocks import Block, Bullets, Code, Paragraph, Strong, Table, Text
 from .records import Row
 from .values import (
@@ -21,7 +22,6 @@ from .values import (
     one_prefill,
     percent,
     pick,
-    plain,
     ratios,
     seconds,
     side_of,
@@ -58,7 +58,7 @@ def all_figures(summary: Mapping[str, Any]) -> Iterator[Block]:
         unit = metric.get("unit", "×")
         value, bound, worst, best = (with_unit(metric.get(key), unit) for key in ("median", "bound", "worst", "best"))
         of = f" ({count(metric['n_document'])} tokens)" if metric.get("n_document") else ""
-        told: Text = [Strong(metric_name(name)), ": ", plain(metric.get("what") or "", 300) + of]
+        told: Text = [Strong(metric_name(name)), ": ", one_line(metric.get("what") or "", 300) + of]
         share = Strong(percent(metric.get("share_of_bound")))
         lines.append(
             (told, value, bound, share, f"{worst} … {best}", percent(metric.get("spread")), count(metric.get("n")))
@@ -202,7 +202,7 @@ def options(rows: Rows) -> Iterator[Block]:
     lines = Lines()
     for flash, kv in sorted({(row.flash_attn, row.kv_type) for row in part}, reverse=True):
         some = [row for row in part if (row.flash_attn, row.kv_type) == (flash, kv)]
-        lines.append(_setting(some, plain(flash or NONE), plain(kv or NONE)))
+        lines.append(_setting(some, one_line(flash or NONE, 400), one_line(kv or NONE, 400)))
     if lines:
         told = ", ".join(map(count, sorted(sizes)))
         head = (" flash attention", " KV", *_SETTING)
@@ -220,7 +220,7 @@ def documents(rows: Rows) -> Iterator[Block]:
         times, same = (middle(v.values()) for v in (ratios(again, ours), by_trial(some, name="same_answers")))
         took = (seconds(middle(v.values())) for v in (again, ours))
         numbers = map(count, (n, n_branches, n_answer))
-        lines.append((plain(name, 80), *numbers, *took, f"{number(times)} ×" if times else NONE, percent(same)))
+        lines.append((one_line(name, 80), *numbers, *took, f"{number(times)} ×" if times else NONE, percent(same)))
     if lines:
         head = (
             " document",
@@ -255,7 +255,7 @@ def generation(rows: Rows) -> Iterator[Block]:
 def comparisons(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """What was compared, with the peer's name."""
     peers = mapping(summary, "peers")
-    return [(plain(name, 60), one) for name in peers for one in mapping(peers, name).get("comparisons") or []]
+    return [(one_line(name, 60), one) for name in peers for one in mapping(peers, name).get("comparisons") or []]
 
 
 def ahead(summary: Mapping[str, Any]) -> list[Text]:
@@ -264,8 +264,8 @@ def ahead(summary: Mapping[str, Any]) -> list[Text]:
     for name, one in comparisons(summary):
         ratio = finite(one.get("ratio"))
         if ratio is not None and 0 < ratio < 1:
-            why = plain(one.get("why") or "this run does not tell why", 600)
-            what = plain(one.get("what") or one.get("name"), 300)
+            why = one_line(one.get("why") or "this run does not tell why", 600)
+            what = one_line(one.get("what") or one.get("name"), 300)
             found.append([Strong(name), f" was ahead by {number(1 / ratio)} × in “{what}”. What decides it: {why}."])
     return found
 
@@ -283,7 +283,7 @@ def peers(summary: Mapping[str, Any]) -> Iterator[Block]:
     figures, calls = Lines(), Lines()
     for name, one in comparisons(summary):
         ratio, unit = finite(one.get("ratio")), str(one.get("unit") or "s")
-        what = plain(one.get("what") or one.get("name"), 300)
+        what = one_line(one.get("what") or one.get("name"), 300)
         values = (with_unit(one.get(key), unit) for key in ("peer_value", "our_value"))
         better = NONE if ratio is None else "even" if ratio == 1 else "swarmkv_ll" if ratio > 1 else name
         figures.append((name, what, *values, Strong(f"{number(ratio)} ×"), better, count(one.get("n"))))
@@ -298,8 +298,8 @@ def peers(summary: Mapping[str, Any]) -> Iterator[Block]:
     for name in known:
         peer = mapping(known, name)
         if peer.get("comparisons"):
-            items.append([Strong(plain(name, 60)), f": version {plain(peer.get('version') or 'not known', 60)}"])
+            items.append([Strong(one_line(name, 60)), f": version {one_line(peer.get('version') or 'not known', 60)}"])
         else:
-            reason = plain(peer.get("reason") or "no reason was kept", 400)
-            items.append([Strong(plain(name, 60)), f" was not measured: {reason}"])
+            reason = one_line(peer.get("reason") or "no reason was kept", 400)
+            items.append([Strong(one_line(name, 60)), f" was not measured: {reason}"])
     yield Bullets(items)

@@ -19,6 +19,7 @@ from ..fanout import document_and_prompts
 from ..ffi import LIB_DIR
 from ..limits import default_n_threads
 from ..model import Model, Tokens
+from ..printable import one_line
 from ..runtime import STAMP
 from . import experiments, peers
 from .experiments import Bench
@@ -27,7 +28,6 @@ from .plan import FULL, HEADROOM, MIN_CONTEXT, N_QUESTION, QUICK, Sizes, Task, f
 from .records import BEST, PLOTS, SUMMARY, Case, Folder, Row, opened, rows_of
 from .report import write_report
 from .summary import OURS, best_run, measure, summarise
-from .values import plain
 
 Progress = Callable[[str, float, float], None]
 """Told what is measured, and how much of how much work is done."""
@@ -335,7 +335,7 @@ def _described(bench: Bench) -> dict[str, Any]:
         ctx.decode(question)
         each = (ctx.state_size() - one) / len(question)
     return {
-        "name": plain(model.path.name),
+        "name": one_line(model.path.name, 400),
         "description": model.description,
         "n_bytes": model.n_bytes,
         "n_params": model.n_params,

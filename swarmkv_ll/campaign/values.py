@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ..printable import one_line
 from .records import Row
 from .summary import summarise
 
@@ -92,7 +93,7 @@ def metric_name(name: str) -> str:
     """A metric's name for people."""
     if found := re.fullmatch(r"batched_generation_ratio_(\d+)x(\d+)", name):
         return f"{found[1]} answers of {found[2]} tokens, in one batch"
-    return NAMES.get(name) or plain(name.replace("_", " "), 60)
+    return NAMES.get(name) or one_line(name.replace("_", " "), 60)
 
 
 # ── picking ──────────────────────────────────────────────────────────────────────────────────────────
@@ -274,9 +275,3 @@ def count(value: Any) -> str:
 def counted(n: int, what: str) -> str:
     """1 branch, 2 branches."""
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}{'es' if what.endswith('ch') else 's'}"
-
-
-def plain(text: Any, longest: int = 400) -> str:
-    """On one line, without what cannot be printed; a long one is cut in its middle, for names often differ at the end."""
-    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(text).split()))
-    return line if len(line) <= longest else f"{line[: longest // 2]}…{line[len(line) - (longest - 1) // 2 :]}"
