@@ -12,7 +12,7 @@ lib=$root/swarmkv_ll/_lib
 unpacked=$root/vendor/llama.cpp
 work=$root/vendor/build        # everything this script needs only while it works
 log=$work/build.log
-tools=(llama-batched-bench llama-server)
+peers=(llama-batched-bench llama-server)
 tool_names='llama-batched-bench and llama-server'
 
 say()  { printf 'build_llama: %s\n' "$*"; }
@@ -27,8 +27,12 @@ Downloads the pinned llama.cpp, checks its hash, builds it for this machine's CP
 the headers and build-info.json into swarmkv_ll/_lib/. Does nothing when nothing changed.
 
   --portable     build the CPU code for every kind of processor and choose when loading (takes long)
-  --cuda         build the CUDA backend too: not in this version yet
-  --arch N       GPU architecture for --cuda, e.g. 61; may be repeated
+  --cuda         build the CUDA backend too, as a module beside the CPU's (18 minutes on 2 cores; docs/cuda.md)
+  --arch N       GPU architecture for --cuda, e.g. 61 for compute capability 6.1, or native: what the driver says.
+                 May be repeated. Default: native where there is a driver with a device, else 61
+  --toolkit DIR  CUDA toolkit for --cuda. Default auto: one on this machine that can, else CUDA 12.4 is put together
+                 in the cache from packages (455 MB to download; x86_64); the system is not touched
+  --plan         say what --cuda would use, need and take, and what is in its way; build nothing
   --source DIR   build a llama.cpp checkout of your own instead of the pinned one
   --again        use the --portable and --source of the last run here; this is what pip does
   --tools        build llama-batched-bench and llama-server of the same source instead, to measure against. They use
@@ -45,15 +49,17 @@ HELP
 
 # ---------------------------------------------------------------- options
 
-target=libraries portable=no source_dir='' jobs='' again=no clean=no cuda=''
+target=libraries portable=no source_dir='' jobs='' again=no clean=no cuda=no asked=() toolkit='' plan=no tools=no
 needs_value() { [[ $# -ge 2 && -n $2 ]] || fail "$1 needs a value, see --help"; }
 while [[ $# -gt 0 ]]; do
   case $1 in
     --portable) portable=yes ;;
-    --cuda) cuda=$1 ;;
-    --arch) needs_value "$@"; cuda="$1 $2"; shift ;;
+    --cuda) cuda=yes ;;
+    --arch) needs_value "$@"; asked+=("$2"); shift ;;
+    --toolkit) needs_value "$@"; toolkit=$2; shift ;;
+    --plan) plan=yes ;;
     --source) needs_value "$@"; source_dir=$2; shift ;;
-    --tools) target=tools log=$work/tools.log ;;
+    --tools) tools=yes ;;
     --jobs) needs_value "$@"; jobs=$2; shift ;;
     --again) again=yes ;;
     --clean) clean=yes ;;
@@ -62,13 +68,17 @@ while [[ $# -gt 0 ]]; do
   esac
   shift
 done
-[[ -z $cuda ]] || fail "$cuda: the CUDA backend is not delivered by this version yet; nothing was changed"
 [[ -z $jobs || $jobs =~ ^[1-9][0-9]*$ ]] || fail "--jobs needs a positive number, not '$jobs'"
 
-if [[ $target == tools ]]; then
-  [[ $portable == no && -z $source_dir ]] ||
-    fail "--tools goes with neither --portable nor --source: it builds on the libraries that are in swarmkv_ll/_lib"
-  again=no
+if [[ $tools == yes ]]; then
+  [[ $portable == no && -z $source_dir && $cuda == no ]] ||
+    fail "--tools goes with neither --portable nor --source nor --cuda: it builds on the libraries that are in swarmkv_ll/_lib"
+  target=tools log=$work/tools.log again=no
+fi
+if [[ $cuda == yes ]]; then
+  target=cuda log=$work/cuda.log
+elif [[ ${#asked[@]} -gt 0 || -n $toolkit || $plan == yes ]]; then
+  fail "--arch, --toolkit and --plan are about the CUDA backend: give --cuda with them"
 fi
 
 if [[ $again == yes && -f $work/options ]]; then
@@ -85,7 +95,8 @@ folder=$(pin folder) commit=$(pin commit)
 [[ $sha256 =~ ^[0-9a-f]{64}$ && $commit =~ ^[0-9a-f]{40}$ && -n $package && -n $version && -n $sdist && -n $folder ]] ||
   fail "$lock_file lacks package, version, sdist, sha256, folder or commit"
 
-engine_parts=(CMakeLists.txt LICENSE cmake ggml include licenses src vendor)  # all that a build of the libraries reads
+# All that a build of the libraries, or of the CUDA module, reads.
+engine_parts=(CMakeLists.txt LICENSE cmake ggml include licenses src vendor)
 
 if [[ -n $source_dir ]]; then
   for part in CMakeLists.txt include/llama.h ggml/include/ggml.h src/CMakeLists.txt; do
@@ -322,7 +333,7 @@ configure_tools() {  # SOURCE BUILD
 stage_tools() {  # BUILD STAGE
   local tool said
   mkdir "$2"
-  for tool in "${tools[@]}"; do
+  for tool in "${peers[@]}"; do
     cp "$1/bin/$tool" "$2/" || return
     said=$(cd "$lib" && LD_LIBRARY_PATH=$lib "$2/$tool" --version 2>&1) && [[ $said == *"$stamp"* ]] || {
       printf '%s does not run, or is not of %s:\n%s\n' "$tool" "$stamp" "$said"
@@ -364,12 +375,14 @@ usable "${unpacked%/*}" || fail "cannot write into ${unpacked%/*}: make this clo
 # state DIR: "whole" when DIR holds a finished build of exactly this $key, otherwise what is wrong with it.
 state() {
   [[ -d $1 ]] || { echo absent; return; }
-  "$python" - "$1" "$key" <<'PYTHON'
+  local file=build-info.json
+  if [[ $target == cuda ]]; then file=cuda-info.json; fi
+  "$python" - "$1" "$key" "$file" <<'PYTHON'
 import json, pathlib, sys
 
 folder = pathlib.Path(sys.argv[1])
 try:
-    info = json.loads((folder / "build-info.json").read_text())
+    info = json.loads((folder / sys.argv[3]).read_text())
     sizes = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
     damaged = any(sizes.get(name) != size for name, size in info["files"].items())
     print("damaged" if damaged else "whole" if info["key"] == sys.argv[2] else "other")
@@ -390,9 +403,72 @@ print(info["stamp"], info["build_ids"]["libllama.so"][:16], sep="/")
 PYTHON
 }
 
+cache=${XDG_CACHE_HOME:-${HOME:-/dev/null}/.cache}/swarmkv-ll
+if ! usable "$cache"; then
+  say "cannot write into the cache $cache: keeping downloads in this clone and going on without it"
+  cache=$work/cache
+fi
+
+# Some files of llama.cpp need a gigabyte to compile: more compilers than memory would only bring the machine down.
+if [[ -z $jobs ]]; then
+  jobs=$(nproc)
+  fitting=$(awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo)
+  if [[ -n $fitting && $fitting -lt $jobs ]]; then jobs=$((fitting > 0 ? fitting : 1)); fi
+fi
+
+mount_of() { df -P "$1" | awk 'NR == 2 { print $6 }'; }
+free_mib() { df -Pk "$1" | awk 'NR == 2 { print int($4 / 1024) }'; }
+
+# needed_space: sets work_mib and cache_mib. Measured, and rounded up: sources, objects and libraries here; cmake, the
+# finished build and a CUDA toolkit in the cache.
+needed_space() {
+  work_mib=150 cache_mib=150
+  if [[ $portable == yes ]]; then work_mib=250; fi
+  if [[ -z $source_dir && ! -f $cache/downloads/$sdist ]]; then
+    work_mib=$((work_mib + 400)) cache_mib=$((cache_mib + 200))   # pip unpacks the package to read its metadata
+  fi
+  if [[ $target == cuda ]]; then
+    work_mib=$((work_mib + cuda_work_mib)) cache_mib=$((cache_mib + cuda_cache_mib))
+    if [[ $assembled == yes && ! -d $toolkit ]]; then cache_mib=$((cache_mib + toolkit_mib)); fi
+  fi
+}
+
+# lacking_space: which folder has too little, in one line; nothing if there is enough.
+lacking_space() {
+  local work_mib cache_mib
+  needed_space
+  lacks() {  # DIR MIB
+    [[ $(free_mib "$1") -ge $2 ]] || echo "not enough disk space in $1: $(free_mib "$1") MiB free, $2 MiB needed"
+  }
+  if [[ $(mount_of "$work") == "$(mount_of "$cache")" ]]; then
+    lacks "$work" $((work_mib + cache_mib))
+  else
+    { lacks "$work" $work_mib && lacks "$cache" $cache_mib; } | sed -n 1p
+  fi
+}
+
+if [[ $target == cuda ]]; then
+  . "$root/vendor/cuda/steps.sh"
+  choose_cuda                  # before anything is changed
+  if [[ $plan == yes ]]; then
+    print_plan
+    exit $((${#obstacles[@]} > 0 ? 2 : 0))
+  fi
+  [[ ${#obstacles[@]} -eq 0 || $clean == yes ]] || fail "${obstacles[0]}; nothing was changed"
+fi
+
 # The libraries first, in a run of its own that has the lock to itself.
-if [[ $target == tools && $clean == no && ! $(state "$lib") =~ ^(whole|other)$ ]]; then
-  "$BASH" "${BASH_SOURCE[0]}" --again ${jobs:+--jobs "$jobs"} || exit
+libraries_first() {
+  "$BASH" "${BASH_SOURCE[0]}" ${jobs:+--jobs "$jobs"} "$@" || exit
+}
+if [[ $clean == no ]]; then
+  if [[ $target == tools && ! $(state "$lib") =~ ^(whole|other)$ ]]; then
+    libraries_first --again
+  elif [[ $target == cuda ]]; then
+    library_options=()
+    if [[ $portable == yes ]]; then library_options+=(--portable); fi
+    libraries_first "${library_options[@]}" ${source_dir:+--source "$source_dir"}
+  fi
 fi
 
 # hold_lock FD WHAT: wait for another run. The lock ends with this process and its compilers, however they end.
@@ -409,33 +485,41 @@ hold_lock 9 "this clone"
 
 remember_options() { printf '%s\n' "$portable" "$source_dir" >"$work/options"; }
 
-cache=${XDG_CACHE_HOME:-${HOME:-/dev/null}/.cache}/swarmkv-ll
-if ! usable "$cache"; then
-  say "cannot write into the cache $cache: keeping downloads in this clone and going on without it"
-  cache=$work/cache
-fi
 cached=$cache/builds/$key
 
 if [[ $clean == yes ]]; then
-  rm -rf "$lib" "$unpacked" "$cached" "$cache/tools/$stamp"
+  rm -rf "$lib" "$unpacked" "$cached" "$cache/tools/$stamp" ${cached_module:+"$cached_module"}
   find "$work" -mindepth 1 -maxdepth 1 ! -name lock -exec rm -rf {} +
   say "removed what was built and unpacked here; downloads stay in $cache/downloads"
   exit 0
 fi
 
-# install_lib DIR: put a complete DIR in the place of _lib. Whenever this is killed, _lib is either whole or absent, and
+# replace_lib DIR: put a complete DIR in the place of _lib. Whenever this is killed, _lib is either whole or absent, and
 # a process that has the old libraries open keeps them.
-install_lib() {
+replace_lib() {
   if [[ -d $lib ]]; then mv "$lib" "$work/old"; fi
   mv "$1" "$lib"
   rm -rf "$work/old"
+}
+
+install_lib() {  # DIR
+  local had_cuda=no
+  if [[ -f $lib/cuda-info.json ]]; then had_cuda=yes; fi
+  replace_lib "$1"
   remember_options
+  if [[ $had_cuda == yes ]]; then
+    say "the CUDA module that was there belonged to the libraries before: ./build_llama.sh --cuda adds it again"
+  fi
 }
 
 # use_cached: $cached is whole.
 use_cached() {
   if [[ $target == tools ]]; then
     say "nothing to do: $tool_names are in $cached"
+    return
+  elif [[ $target == cuda ]]; then
+    install_module "$cached"
+    say "swarmkv_ll/_lib/libggml-cuda.so is ready for $architectures, copied from the build cache"
     return
   fi
   cp -R "$cached" "$work/stage" 2>>"$log" || fail "cannot copy the cached build $cached (disk full?): see $log"
@@ -457,6 +541,13 @@ if [[ $target == tools ]]; then
     use_cached
     exit 0
   fi
+elif [[ $target == cuda ]]; then
+  key=$module_key cached=$cached_module build=$work/cuda unpacked_id=$sha256 parts=("${engine_parts[@]}")
+  configuration=$(printf '%s\n' "$key" "$toolkit" "$host_compiler" "$engine" | digest)
+  if [[ $(state "$lib") == whole ]]; then
+    say "nothing to do: swarmkv_ll/_lib/libggml-cuda.so is up to date ($architectures)"
+    exit 0
+  fi
 else
   build=$work/tree unpacked_id=$sha256 parts=("${engine_parts[@]}")
   configuration=$(printf '%s\n' "$recipe" "$toolchain" "${flags[@]}" "$engine" "${source_dir:-$sha256}" | digest)
@@ -471,7 +562,7 @@ else
 fi
 
 # Leftovers of a run that was killed.
-rm -rf "$work"/{tmp,stage,old,unpack}
+rm -rf "$work"/{tmp,stage,old,unpack,with-cuda}
 mkdir -p "$work/tmp"
 export TMPDIR=$work/tmp        # pip and the compiler: one place to check for space, and to clean up
 trap 'rm -rf "$work/tmp"' EXIT
@@ -495,26 +586,8 @@ if [[ -z $source_dir ]]; then
   fi
 fi
 
-# require_space DIR MIB
-require_space() {
-  local free
-  free=$(df -Pk "$1" | awk 'NR == 2 { print int($4 / 1024) }')
-  [[ $free -ge $2 ]] || fail "not enough disk space in $1: $free MiB free, $2 MiB needed"
-}
-mount_of() { df -P "$1" | awk 'NR == 2 { print $6 }'; }
-
-# Measured, and rounded up: sources, objects and libraries here; cmake and the finished build in the cache.
-work_mib=150 cache_mib=150
-if [[ $portable == yes ]]; then work_mib=250; fi
-if [[ -z $source_dir && ! -f $cache/downloads/$sdist ]]; then
-  work_mib=$((work_mib + 400)) cache_mib=$((cache_mib + 200))   # pip unpacks the package to read its metadata
-fi
-if [[ $(mount_of "$work") == "$(mount_of "$cache")" ]]; then
-  require_space "$work" $((work_mib + cache_mib))
-else
-  require_space "$work" $work_mib
-  require_space "$cache" $cache_mib
-fi
+space=$(lacking_space)
+[[ -z $space ]] || fail "$space"
 
 echo 'int main() { return __cplusplus >= 201703L ? 0 : 1; }' >"$TMPDIR/probe.cpp"
 $CXX -std=c++17 -fsyntax-only "$TMPDIR/probe.cpp" 2>>"$log" ||
@@ -621,13 +694,6 @@ fi
 mkdir -p "$build"
 printf '%s\n' "$configuration" >"$build/.configuration"
 
-# Some files of llama.cpp need a gigabyte to compile: more compilers than memory would only bring the machine down.
-if [[ -z $jobs ]]; then
-  jobs=$(nproc)
-  fitting=$(awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo)
-  if [[ -n $fitting && $fitting -lt $jobs ]]; then jobs=$((fitting > 0 ? fitting : 1)); fi
-fi
-
 failed_step() {
   {
     printf 'build_llama: %s failed; the last lines of %s:\n' "$1" "$log"
@@ -645,13 +711,38 @@ if [[ $target == tools ]]; then
   say "building $tool_names with $jobs jobs; log: vendor/build/tools.log"
   SECONDS=0
   configure_tools "$engine" "$build" >>"$log" 2>&1 || failed_step "configuring the tools"
-  cmake --build "$build" --target "${tools[@]}" --parallel "$jobs" >>"$log" 2>&1 || failed_step "compiling the tools"
+  cmake --build "$build" --target "${peers[@]}" --parallel "$jobs" >>"$log" 2>&1 || failed_step "compiling the tools"
   STAMP=$stamp COMMIT=$commit PACKAGE=$package VERSION=$version SHA256=$sha256 KEY=$key \
     COMPILER=$(head -n1 <<<"$compiler_id") stage_tools "$build" "$work/stage" >>"$log" 2>&1 ||
     failed_step "checking the tools"
   keep_in_cache || fail "cannot write $cached (disk full?): see $log"
   rm -rf "$build" "$unpacked" "$work/stage"
   say "$tool_names are ready in $cached, built in $((SECONDS / 60)) min $((SECONDS % 60)) s"
+  exit 0
+fi
+
+if [[ $target == cuda ]]; then
+  if [[ $assembled == yes && ! -d $toolkit ]]; then
+    exec 7>"$toolkit.lock"
+    hold_lock 7 "the CUDA toolkit"
+    if [[ ! -d $toolkit ]]; then
+      say "putting CUDA $cuda_version together in $toolkit"
+      toolkit_py assemble "$toolkit" --downloads "$cache/downloads" || exit 2
+    fi
+  fi
+  say "building the CUDA module for $architectures with CUDA $cuda_version, $host_compiler and $jobs jobs (about" \
+    "$(expected_minutes) minutes); log: vendor/build/cuda.log"
+  SECONDS=0
+  configure_cuda "$engine" "$build" >>"$log" 2>&1 || failed_step "configuring the CUDA module"
+  cmake --build "$build" --target ggml-cuda --parallel "$jobs" >>"$log" 2>&1 || failed_step "compiling the CUDA module"
+  STAMP=$stamp TOOLKIT=$cuda_version COMPILER=$host_compiler_id KEY=$key stage_cuda "$build" "$work/stage" >>"$log" 2>&1 ||
+    failed_step "checking the CUDA module"
+  if [[ -z $source_dir ]]; then
+    keep_in_cache || say "could not keep a copy in the cache $cache"
+    rm -rf "$build"
+  fi
+  install_module "$work/stage"
+  say "swarmkv_ll/_lib/libggml-cuda.so is ready for $architectures, built in $((SECONDS / 60)) min $((SECONDS % 60)) s"
   exit 0
 fi
 
