@@ -300,7 +300,6 @@ info = {
     "cpu": env["CPU"],
     "instruction_sets": env["INSTRUCTION_SETS"].split(),
     "compiler": env["COMPILER"],
-    "cuda_architectures": [],
     "build_ids": {name: build_id(stage / name) for name in ("libllama.so", "libggml.so", "libggml-base.so")},
     "built_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     "key": env["KEY"],
@@ -543,7 +542,7 @@ if [[ $target == tools ]]; then
   fi
 elif [[ $target == cuda ]]; then
   key=$module_key cached=$cached_module build=$work/cuda unpacked_id=$sha256 parts=("${engine_parts[@]}")
-  configuration=$(printf '%s\n' "$key" "$toolkit" "$host_compiler" "$engine" | digest)
+  configuration=$(printf '%s\n' "$module_objects" "$toolkit" "$host_compiler" "$engine" | digest)
   if [[ $(state "$lib") == whole ]]; then
     say "nothing to do: swarmkv_ll/_lib/libggml-cuda.so is up to date ($architectures)"
     exit 0
@@ -590,7 +589,7 @@ space=$(lacking_space)
 [[ -z $space ]] || fail "$space"
 
 echo 'int main() { return __cplusplus >= 201703L ? 0 : 1; }' >"$TMPDIR/probe.cpp"
-$CXX -std=c++17 -fsyntax-only "$TMPDIR/probe.cpp" 2>>"$log" ||
+$CXX -std=c++17 -c "$TMPDIR/probe.cpp" -o "$TMPDIR/probe.o" 2>>"$log" ||
   fail "the C++ compiler '$CXX' does not compile C++17 (see $log): install a newer one or set CXX"
 
 # ---------------------------------------------------------------- pip, cmake, ninja
@@ -729,6 +728,7 @@ if [[ $target == cuda ]]; then
       say "putting CUDA $cuda_version together in $toolkit"
       toolkit_py assemble "$toolkit" --downloads "$cache/downloads" || exit 2
     fi
+    exec 7>&-
   fi
   say "building the CUDA module for $architectures with CUDA $cuda_version, $host_compiler and $jobs jobs (about" \
     "$(expected_minutes) minutes); log: vendor/build/cuda.log"

@@ -20,6 +20,7 @@ from . import __version__
 from .cli_bench import bench
 from .cli_run import run
 from .cli_snapshot import snapshot
+from .cuda import in_words
 from .errors import SwarmKVError
 from .printable import one_line
 from .terminal import (
@@ -36,7 +37,7 @@ from .terminal import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from .fanout import FanOut
     from .measure import Ratio
@@ -340,7 +341,7 @@ def doctor(as_json: bool) -> None:
         ("stamp", engine["stamp"]),
         ("library", engine["library"]),
         ("built with", f"{engine['compiler']}, {' '.join(engine['instruction_sets'])}"),
-        ("CUDA", ", ".join(map(str, engine["cuda_architectures"])) or "not built"),
+        *_cuda_rows(found["cuda"]),
         ("backends", ", ".join(found["backends"])),
         *(
             (
@@ -360,6 +361,24 @@ def doctor(as_json: bool) -> None:
     ]
     for name, value in rows:  # not in a table, which would break paths to fit
         click.echo(f"{click.style(f'{name:<12}', bold=True)}  {value}")
+
+
+def _cuda_rows(cuda: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What `doctor` shows of the CUDA module: its code, whether it is used or why not, the driver and its GPUs."""
+    if cuda["module"] is None:
+        yield "CUDA", "not built; ./build_llama.sh --cuda builds it"
+    else:
+        code = {(each["kind"], each["architecture"]): each["n"] for each in cuda["architectures"]}
+        yield "CUDA", f"{in_words(code) or cuda['damage']}, by toolkit {cuda['toolkit'] or 'unknown'}"
+        yield "CUDA module", "loaded" if cuda["loaded"] else f"not loaded: {cuda['reason']}"
+    if cuda["driver"] is not None:
+        yield "GPU driver", f"for CUDA {cuda['driver']}"
+    elif cuda["module"] is not None and cuda["driver_error"] != cuda["reason"]:
+        yield "GPU driver", cuda["driver_error"]
+    fits = {"elf": "the module has code for it", "ptx": "runs the module's PTX", None: "the module has no code for it"}
+    for gpu in cuda["gpus"]:
+        what = f"{gpu['name']}, compute capability {gpu['compute_capability']}"
+        yield "GPU", what if cuda["module"] is None else f"{what}: {fits[gpu['runs_as']]}"
 
 
 if __name__ == "__main__":

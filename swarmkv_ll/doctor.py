@@ -6,14 +6,17 @@ import json
 import os
 import platform
 import resource
+from contextlib import suppress
 from typing import Any
 
+from . import cuda
 from .arena import Arena, available_memory
 from .default_model import find_default_model
-from .errors import SwarmKVError
+from .errors import BinaryFormatError, CudaUnavailableError, SwarmKVError
+from .fatbin import Code, gpu_code
 from .ffi import LIB_DIR, C, ffi, waiting_policy
 from .limits import default_n_threads
-from .runtime import STAMP, LlamaGuard, backends, devices
+from .runtime import STAMP, LlamaGuard, backends, cuda_obstacle, devices
 
 
 def examine() -> dict[str, Any]:
@@ -37,8 +40,8 @@ def examine() -> dict[str, Any]:
             "library": ffi.string(C.skv_library_path()).decode(errors="replace"),
             "compiler": info["compiler"],
             "instruction_sets": info["instruction_sets"],
-            "cuda_architectures": info["cuda_architectures"],
         },
+        "cuda": _cuda(),
         "backends": backends(),
         "devices": [vars(device) for device in devices()],
         "threads": {
@@ -57,6 +60,43 @@ def examine() -> dict[str, Any]:
         },
         "model": cached,
         "python": platform.python_version(),
+    }
+
+
+def _cuda() -> dict[str, Any]:
+    """The CUDA module: what is in it, the driver and its GPUs, and why it is not used."""
+    module = LIB_DIR / cuda.MODULE
+    built, reason = module.exists(), cuda_obstacle()
+    code: Code = {}
+    damage = toolkit = driver = driver_error = None
+    if built:
+        try:
+            code = gpu_code(module)
+        except BinaryFormatError as error:
+            damage = str(error)
+        with suppress(CudaUnavailableError):
+            toolkit = cuda.read_info(LIB_DIR)["toolkit"]
+    try:
+        driver = cuda.find_driver()
+    except CudaUnavailableError as error:
+        driver_error = str(error)
+    return {
+        "module": str(module) if built else None,
+        "loaded": built and reason is None,
+        "reason": reason,
+        "architectures": [{"kind": kind, "architecture": name, "n": n} for (kind, name), n in code.items()],
+        "damage": damage,
+        "toolkit": toolkit,
+        "driver": f"{driver.version[0]}.{driver.version[1]}" if driver else None,
+        "driver_error": driver_error,
+        "gpus": [
+            {
+                "name": gpu.name,
+                "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
+                "runs_as": cuda.runs_as(code, gpu.capability),
+            }
+            for gpu in (driver.gpus if driver else ())
+        ],
     }
 
 

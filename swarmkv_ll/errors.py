@@ -54,6 +54,37 @@ class EngineConflictError(EngineLoadError):
         )
 
 
+class BinaryFormatError(SwarmKVError):
+    """A CUDA module, or the GPU code in it, is not as its format says.
+
+    Attributes
+    ----------
+    message : str
+    path : str or None
+    offset : int or None
+        Where in the file, in bytes.
+    """
+
+    def __init__(self, message: str, offset: int | None = None, *, path: str | None = None) -> None:
+        self.message, self.offset, self.path = message, offset, path
+        where = f"{path}: " if path is not None else ""
+        super().__init__(where + message + (f" (at offset {offset:,})" if offset is not None else ""))
+
+
+class CudaUnavailableError(EngineLoadError):
+    """The CUDA module was built, but may not be loaded here; the line says why and what helps.
+
+    Attributes
+    ----------
+    by_choice : bool
+        The user has hidden the GPUs.
+    """
+
+    def __init__(self, message: str, *, by_choice: bool = False) -> None:
+        self.by_choice = by_choice
+        super().__init__(message)
+
+
 # ── use of objects ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -128,6 +159,21 @@ class HostMemoryError(SwarmKVError, MemoryError):
     def __init__(self, required: int, available: int) -> None:
         self.required, self.available = required, available
         super().__init__(f"{required:,} bytes of host memory requested, {available:,} available")
+
+
+class DeviceMemoryError(SwarmKVError, MemoryError):
+    """A device has less free memory than a snapshot on it needs; nothing was taken.
+
+    Attributes
+    ----------
+    device : str
+    required, available : int
+        Bytes needed in one piece, and free.
+    """
+
+    def __init__(self, device: str, required: int, available: int) -> None:
+        self.device, self.required, self.available = device, required, available
+        super().__init__(f"{required:,} bytes in one piece needed on {device}, {available:,} free")
 
 
 class ContextFullError(SwarmKVError):
@@ -210,6 +256,22 @@ class NoLogitsError(SwarmKVError):
 
 class SnapshotError(SwarmKVError):
     """The engine could not export or restore a sequence's state."""
+
+
+class NotOnDeviceError(SwarmKVError, AttributeError):
+    """A snapshot on the device was asked for what needs its bytes in host memory.
+
+    Attributes
+    ----------
+    name : str
+        What was asked for: "fork", "save", …
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"a snapshot on the device has no {name}: its bytes stay there; ctx.snapshot(arena) takes one into host memory",
+            name=name,
+        )
 
 
 class SnapshotCorruptError(SnapshotError):

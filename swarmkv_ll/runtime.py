@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .errors import EngineLoadError, InvalidArgumentError
+from . import cuda
+from .errors import CudaUnavailableError, EngineLoadError, InvalidArgumentError
 from .ffi import LIB_DIR, C, ffi
 
 logger = logging.getLogger("swarmkv_ll.llama")
@@ -98,32 +99,77 @@ _KINDS: dict[int, Literal["cpu", "gpu", "igpu", "accel", "other"]] = {
 }
 _start_lock = threading.Lock()
 _started = False
+_cuda_obstacle: CudaUnavailableError | None = None
 
 
 def start() -> None:
     """Load the backends beside the engine and initialise it; once a process, called by all that need it.
+
+    A CUDA module that may not be loaded here is one warning of the logger `swarmkv_ll`; the CPU goes on.
 
     Raises
     ------
     EngineLoadError
         The backend folder holds no usable CPU backend. (A release build of ggml says nothing itself.)
     """
-    global _started
+    global _started, _cuda_obstacle
     check_process()
     with _start_lock:
         if _started:
             return
         C.skv_route_log()
-        with engine_log():
-            C.ggml_backend_load_all_from_path(str(LIB_DIR).encode())
+        _cuda_obstacle = _load_cuda()
+        _load_others()
         if C.ggml_backend_dev_by_type(C.GGML_BACKEND_DEVICE_TYPE_CPU) == ffi.NULL:
-            found = sorted(path.name for path in LIB_DIR.glob("libggml-*.so*") if path.name != "libggml-base.so")
+            found = sorted(path.name for path in LIB_DIR.glob("libggml-cpu*.so"))
             raise EngineLoadError(
                 f"no CPU device: none of the backends in {LIB_DIR} could be loaded "
                 f"({', '.join(found) if found else 'there are none'}); run build_llama.sh on this machine"
             )
         C.llama_backend_init()
         _started = True
+    if _cuda_obstacle is not None:  # told without the lock: handlers are the application's
+        level = logging.INFO if _cuda_obstacle.by_choice else logging.WARNING
+        logging.getLogger("swarmkv_ll").log(level, "CUDA is not used, the CPU is: %s", _cuda_obstacle)
+
+
+def _load_cuda() -> CudaUnavailableError | None:
+    """Load the CUDA module, where there is one and nothing is against it; what is."""
+    try:
+        # The stamp that was carried into ggml at its build, without the build id that ours has behind it.
+        module = cuda.prepare(LIB_DIR, STAMP.split("/", maxsplit=1)[0])
+        if module is None:
+            return None
+        with engine_log() as lines:
+            backend = C.ggml_backend_load(os.fsencode(module))
+        why = last_reason([line for line in lines if "loaded CUDA backend" not in line], "it gave no reason")
+        if backend == ffi.NULL:
+            raise CudaUnavailableError(f"the engine could not load {module}: {why}")
+        if C.ggml_backend_reg_dev_count(backend) == 0:
+            raise CudaUnavailableError(f"the CUDA module found no GPU: {why}")
+    except CudaUnavailableError as error:
+        return error
+    return None
+
+
+def _load_others() -> None:
+    """Load the CPU backend, of several variants the one that scores best here, and the user's own backend.
+
+    The engine's `ggml_backend_load_all_from_path` would do the same, and load the CUDA module unasked.
+    """
+    scores = {path: C.skv_backend_score(os.fsencode(path)) for path in sorted(LIB_DIR.glob("libggml-cpu-*.so"))}
+    best = max(scores, key=scores.__getitem__, default=None)
+    cpu = best if best is not None and scores[best] > 0 else LIB_DIR / "libggml-cpu.so"
+    with engine_log():
+        C.ggml_backend_load(os.fsencode(cpu))
+        if own := os.environ.get("GGML_BACKEND_PATH"):
+            C.ggml_backend_load(os.fsencode(own))
+
+
+def cuda_obstacle() -> str | None:
+    """Why the CUDA module is not used; None where it is, or where none was built."""
+    start()
+    return None if _cuda_obstacle is None else str(_cuda_obstacle)
 
 
 def _text(pointer: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 def pytest_configure() -> None:
     """Have Ctrl-C work, here and in processes that tests start, also where a shell runs this in the background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A CUDA module without a driver is a line on standard error in every process; test_cuda.py wants it, others do not.
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -23,6 +23,9 @@ TESTS = Path(__file__).resolve().parent
 ATTENTION, SLIDING, RECURRENT, HYBRID = KINDS = ("llama", "gemma2", "mamba", "jamba")
 """The tiny models' four kinds of memory, by architecture."""
 
+CUDA_FILES = ("libggml-cuda.so", "cuda-info.json", "libcu*.so*")
+"""What `build_llama.sh --cuda` adds to `_lib`: some 100 MB that a copy of the package can do without."""
+
 WITH_CELLS = (ATTENTION, SLIDING, HYBRID)
 
 N_BATCH, N_UBATCH = 128, 64

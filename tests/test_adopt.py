@@ -13,6 +13,7 @@ import pytest
 from helpers import (
     ATTENTION,
     BRANCH,
+    CUDA_FILES,
     KINDS,
     RECURRENT,
     SLIDING,
@@ -269,7 +270,7 @@ def test_a_small_arena_forgets_the_oldest_and_loses_no_answer(files: Files) -> N
 def test_another_library_in_the_process_is_refused(files: Files, tmp_path: Path) -> None:
     """llama-cpp-python on a copy of the library: the same bytes, another engine."""
     copy = tmp_path / "lib"
-    shutil.copytree(LIB_DIR, copy)
+    shutil.copytree(LIB_DIR, copy, ignore=shutil.ignore_patterns(*CUDA_FILES))
     env = {"LLAMA_CPP_LIB_PATH": str(copy)}
     after = run_python("import llama_cpp, swarmkv_ll.interop", env=env)
     before = run_python("import swarmkv_ll.interop", env=env)

@@ -72,6 +72,18 @@ MINIATURE = {
     ),
     "vendor/CMakeLists.txt": "\n",
     "tools/not-needed.txt": "not read by a build of the libraries\n",
+    # What --cuda reads besides.
+    "ggml/cmake/common.cmake": "\n",
+    "ggml/src/ggml-cuda/CMakeLists.txt": """
+        find_package(CUDAToolkit REQUIRED)
+        enable_language(CUDA)
+        ggml_add_backend_library(ggml-cuda first.cu second.cu)
+        target_link_libraries(ggml-cuda PRIVATE CUDA::cudart CUDA::cublas)
+        """,
+    **{
+        f"ggml/src/ggml-cuda/{name}.cu": f"__global__ void {name}(int * x) {{ *x += 1; }}\n"
+        for name in ("first", "second")
+    },
     # What --tools reads besides.
     "common/CMakeLists.txt": """
         add_library(llama-common STATIC common.c)
@@ -289,7 +301,10 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_help_names_every_option(clone: Clone) -> None:
     text = clone.build("--help")
-    for option in ("--portable", "--cuda", "--arch", "--source", "--tools", "--jobs", "--clean", "--help"):
+    for option in (
+        *("--portable", "--cuda", "--arch", "--toolkit", "--plan", "--source", "--again", "--tools", "--jobs", "--clean"),
+        "--help",
+    ):
         assert option in text
     assert not clone.work.exists()
 
@@ -301,9 +316,6 @@ def test_help_names_every_option(clone: Clone) -> None:
         (["--jobs"], "--jobs needs a value"),
         (["--jobs", "0"], "--jobs needs a positive number, not '0'"),
         (["--jobs", "many"], "--jobs needs a positive number, not 'many'"),
-        (["--cuda"], "not delivered by this version yet"),
-        (["--arch", "61"], "not delivered by this version yet"),
-        (["--cuda", "--arch", "61", "--arch", "70"], "not delivered by this version yet"),
         (["--tools", "--portable"], "--tools goes with neither --portable nor --source"),
         (["--source", ".", "--tools"], "--tools goes with neither --portable nor --source"),
         (["--source", "nowhere"], "not a llama.cpp checkout: it has no CMakeLists.txt"),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import Files, run_ok, run_python
+from helpers import CUDA_FILES, Files, run_ok, run_python
 
 import swarmkv_ll
 from swarmkv_ll import errors, ffi, runtime
@@ -60,7 +60,8 @@ def test_every_exception_derives_from_one() -> None:
 def package(tmp_path: Path) -> Path:
     """A copy of the package with its engine, to break."""
     source = Path(swarmkv_ll.__file__).parent
-    shutil.copytree(source, tmp_path / "copy" / "swarmkv_ll", ignore=shutil.ignore_patterns("__pycache__", "data"))
+    ignored = shutil.ignore_patterns("__pycache__", "data", *CUDA_FILES)
+    shutil.copytree(source, tmp_path / "copy" / "swarmkv_ll", ignore=ignored)
     return tmp_path / "copy"
 
 

@@ -15,9 +15,9 @@ PACKAGE = Path(swarmkv_ll.__file__).parent
 
 ORDER = [
     ["errors"],
-    ["blob", "budget", "cache", "dag", "pipeline_file", "policy", "printable"],
-    ["cells", "timeline"],
-    ["default_model", "modelfile", "exclusive", "skv"],
+    ["blob", "budget", "cache", "dag", "elf", "pipeline_file", "policy", "printable"],
+    ["cells", "fatbin", "timeline"],
+    ["cuda", "default_model", "modelfile", "exclusive", "skv"],
     ["identity"],
     ["record"],
     ["inspection"],
@@ -48,7 +48,10 @@ PURE = {
     "budget": {"errors"},
     "cells": {"errors", "blob"},
     "cache": {"errors"},
+    "cuda": {"elf", "errors", "fatbin"},
     "dag": {"errors"},
+    "elf": {"errors"},
+    "fatbin": {"elf", "errors"},
     "pipeline_file": {"errors"},
     "policy": {"errors"},
     "printable": set(),

@@ -26,10 +26,11 @@ const char * ggml_commit(void);
 int64_t ggml_blck_size(enum ggml_type type);
 bool ggml_is_quantized(enum ggml_type type);
 
-void ggml_backend_load_all_from_path(const char * dir_path);
+ggml_backend_reg_t ggml_backend_load(const char * path);
 size_t ggml_backend_reg_count(void);
 ggml_backend_reg_t ggml_backend_reg_get(size_t index);
 const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
+size_t ggml_backend_reg_dev_count(ggml_backend_reg_t reg);
 size_t ggml_backend_dev_count(void);
 ggml_backend_dev_t ggml_backend_dev_get(size_t index);
 ggml_backend_dev_t ggml_backend_dev_by_name(const char * name);
@@ -44,6 +45,8 @@ ggml_backend_buffer_t ggml_backend_dev_buffer_from_host_ptr(ggml_backend_dev_t d
                                                             size_t max_tensor_size);
 const char * ggml_backend_buft_name(ggml_backend_buffer_type_t buft);
 ggml_backend_buffer_t ggml_backend_buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size);
+size_t ggml_backend_buft_get_alignment(ggml_backend_buffer_type_t buft);
+ggml_backend_buffer_type_t ggml_backend_buffer_get_type(ggml_backend_buffer_t buffer);
 void * ggml_backend_buffer_get_base(ggml_backend_buffer_t buffer);
 size_t ggml_backend_buffer_get_size(ggml_backend_buffer_t buffer);
 bool ggml_backend_buffer_is_host(ggml_backend_buffer_t buffer);
@@ -197,6 +200,14 @@ size_t llama_state_seq_get_size(struct llama_context * ctx, llama_seq_id seq_id)
 size_t llama_state_seq_get_data(struct llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id);
 size_t llama_state_seq_set_data(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest);
 
+#define LLAMA_STATE_SEQ_FLAGS_ON_DEVICE ...
+typedef uint32_t llama_state_seq_flags;
+size_t llama_state_seq_get_size_ext(struct llama_context * ctx, llama_seq_id seq_id, llama_state_seq_flags flags);
+size_t llama_state_seq_get_data_ext(struct llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id,
+                                    llama_state_seq_flags flags);
+size_t llama_state_seq_set_data_ext(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest,
+                                    llama_state_seq_flags flags);
+
 void llama_sampler_apply(struct llama_sampler * smpl, llama_token_data_array * cur_p);
 void llama_sampler_accept(struct llama_sampler * smpl, llama_token token);
 void llama_sampler_reset(struct llama_sampler * smpl);
@@ -216,6 +227,7 @@ struct llama_sampler * llama_sampler_init_temp(float t);
 const char * skv_built_stamp(void);
 const char * skv_loaded_stamp(void);
 const char * skv_library_path(void);
+int skv_backend_score(const char * path);
 void skv_route_log(void);
 void skv_begin_log(bool debug);
 void skv_end_log(void);

@@ -34,6 +34,18 @@ const char * skv_library_path(void) {
     return dladdr((void *) llama_backend_init, &info) && info.dli_fname ? info.dli_fname : "";
 }
 
+/* How well a variant of a backend suits this processor, by its own word; 0: not at all. */
+int skv_backend_score(const char * path) {
+    void * library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+        return 0;
+    }
+    int (*score)(void) = (int (*)(void)) dlsym(library, "ggml_backend_score");
+    const int found = score ? score() : 0;
+    dlclose(library);
+    return found;
+}
+
 struct build_id { uintptr_t address; char hex[2 * 20 + 1]; };
 
 /* The GNU build id of the object that holds `address`, read from the notes the loader has mapped. */
@@ -131,7 +143,7 @@ static void on_log(enum ggml_log_level level, const char * text, void * user_dat
         others(level, text, others_data);
         return;
     }
-    if (strstr(text, "KV buffer size")) {
+    if (strstr(text, "CPU KV buffer size")) { /* not a driver's own mappings */
         advise_new_memory();
     }
     if (level != GGML_LOG_LEVEL_CONT) {

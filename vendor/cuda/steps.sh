@@ -41,9 +41,10 @@ choose_cuda() {
     -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON
     '-DCMAKE_INSTALL_RPATH=$ORIGIN'
   )
-  module_key=$(printf '%s\n' "$(declare -f configure_cuda stage_cuda)" "$(<"$root/vendor/cuda/CMakeLists.txt")" \
-    "$(uname -m)" "$cuda_version" "$host_compiler_id" "${cuda_flags[@]}" "${CXXFLAGS:-}" "${CUDAFLAGS:-}" \
-    "${tree:-$sha256}" "$stamp" | digest)
+  # What the objects depend on, and what the finished module does.
+  module_objects=$(printf '%s\n' "$(declare -f configure_cuda)" "$(<"$root/vendor/cuda/CMakeLists.txt")" "$(uname -m)" \
+    "$cuda_version" "$host_compiler_id" "${cuda_flags[@]}" "${CXXFLAGS:-}" "${CUDAFLAGS:-}" "${source_dir:-$sha256}")
+  module_key=$(printf '%s\n' "$module_objects" "$(declare -f stage_cuda)" "$stamp" "${tree:-}" | digest)
   module_key=${module_key:0:32} cached_module=$cache/cuda/$module_key
 }
 
@@ -63,16 +64,21 @@ import datetime, json, os, pathlib, sys
 
 root, stage, asked, *flags = sys.argv[1:]
 sys.path.insert(0, root)
-from swarmkv_ll import fatbin
+from swarmkv_ll import cuda, elf, fatbin
 
-env, module = os.environ, pathlib.Path(stage, "libggml-cuda.so")
-inside = fatbin.read(module)
-if sorted(inside.elf) != sorted(asked.split()):
-    sys.exit(f"the module holds code for {' '.join(inside.elf) or 'no architecture'}, not for {asked}")
+env, module = os.environ, pathlib.Path(stage, cuda.MODULE)
+code = fatbin.gpu_code(module)
+inside = [architecture for kind, architecture in code if kind == "elf"]
+if inside != asked.split():
+    sys.exit(f"the module holds {cuda.in_words(code)}, which is not code for {asked}")
+with elf.mapped(module) as data:
+    build_id, needs = elf.build_id(data), elf.needed(data)
 info = {
     "stamp": env["STAMP"],
-    "build_id": fatbin.build_id(module),
-    "architectures": asked.split(),
+    "build_id": build_id,
+    "architectures": inside,
+    "gpu_code": cuda.in_words(code),
+    "needs": needs,
     "toolkit": env["TOOLKIT"],
     "compiler": env["COMPILER"],
     "flags": flags,
@@ -80,7 +86,7 @@ info = {
     "built_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     "key": env["KEY"],
 }
-pathlib.Path(stage, "cuda-info.json").write_text(json.dumps(info, indent=2) + "\n")
+pathlib.Path(stage, cuda.INFO).write_text(json.dumps(info, indent=2) + "\n")
 PYTHON
 }
 

@@ -28,6 +28,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from swarmkv_ll import cuda  # noqa: E402
+from swarmkv_ll.errors import CudaUnavailableError  # noqa: E402
+
+PASCAL = "61"
+"""What is built where no driver tells of a GPU: the GTX 1080, which this library is at home on."""
+
 # CUDA 12.4 is the last one that every part of can be had from packages; 12.9 is the last with Pascal.
 ASSEMBLED = "12.4.131"
 ASSEMBLED_CODES = ["50", "52", "53", "60", "61", "62", "70", "72", "75", "80", "86", "87", "89", "90"]
@@ -140,16 +146,22 @@ def gcc_version(compiler: str) -> int:
 def for_assembled(architectures: list[str]) -> str:
     """The host compiler for the toolkit that would be assembled."""
     if platform.machine() != "x86_64":
-        raise Obstacle(f"the packages of CUDA {ASSEMBLED} are for x86_64, not {platform.machine()}: install CUDA 12, or give --toolkit DIR")
+        raise Obstacle(
+            f"the packages of CUDA {ASSEMBLED} are for x86_64, not {platform.machine()}: install CUDA 12, or give --toolkit DIR"
+        )
     missing = unknown(architectures, ASSEMBLED_CODES)
     if missing:
-        raise Obstacle(f"CUDA {ASSEMBLED}, which would be got from packages, has no {listed(missing, 'sm_')} (it has {' '.join(ASSEMBLED_CODES)})")
+        raise Obstacle(
+            f"CUDA {ASSEMBLED}, which would be got from packages, has no {listed(missing, 'sm_')} (it has {' '.join(ASSEMBLED_CODES)})"
+        )
     found = {compiler: gcc_version(compiler) for compiler in host_compilers()}
     for compiler, version in found.items():
         if 6 <= version <= ASSEMBLED_MAX_GCC:
             return compiler
     have = ", ".join(f"{c} is gcc {v}" if v else f"{c} is not gcc" for c, v in found.items()) or "there is none"
-    raise Obstacle(f"CUDA {ASSEMBLED} takes gcc 6 to {ASSEMBLED_MAX_GCC} as host compiler, but {have}: install g++-12, or set CUDAHOSTCXX to one")
+    raise Obstacle(
+        f"CUDA {ASSEMBLED} takes gcc 6 to {ASSEMBLED_MAX_GCC} as host compiler, but {have}: install g++-12, or set CUDAHOSTCXX to one"
+    )
 
 
 def choose(asked: str, architectures: list[str]) -> list[tuple[str, str]]:
@@ -189,6 +201,11 @@ def described(toolkit: Toolkit, compiler: str) -> list[tuple[str, str]]:
 def resolved(architectures: list[str]) -> list[str]:
     """The architectures by number, in order, each once; `native` is what the driver says."""
     found = []
+    if not architectures:
+        try:
+            architectures = native()
+        except Obstacle:
+            architectures = [PASCAL]
     for architecture in architectures:
         if architecture == "native":
             found += native()
@@ -196,13 +213,17 @@ def resolved(architectures: list[str]) -> list[str]:
             found.append(architecture)
         else:
             raise Obstacle(f"--arch {architecture}: give a number such as 61 (compute capability 6.1), or native")
+    # ggml compiles 120 as 120a, whose matrix instructions it uses.
+    found = [f"{a}a" if re.fullmatch(r"12\d", a) else a for a in found]
     return sorted(set(found), key=lambda a: (number(a), a))
 
 
 def native() -> list[str]:
-    from swarmkv_ll import cuda
-
-    raise NotImplementedError(cuda)
+    """Of every GPU that the driver shows."""
+    try:
+        return [f"{major}{minor}" for major, minor in (gpu.capability for gpu in cuda.find_driver().gpus)]
+    except CudaUnavailableError as error:
+        raise Obstacle(f"--arch native: {error}; give the architecture as a number") from None
 
 
 def unknown(architectures: list[str], codes: list[str]) -> list[str]:
@@ -357,7 +378,16 @@ def pip(name: str, version: str, sha256: str, downloads: Path) -> None:
     with tempfile.TemporaryDirectory(dir=downloads) as folder:
         wanted = Path(folder, "wanted.txt")
         wanted.write_text(f"{name}=={version} --hash=sha256:{sha256}\n")
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "-q", "--no-deps"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "--no-input",
+            "download",
+            "-q",
+            "--no-deps",
+        ]
         command += ["--no-cache-dir", "--only-binary=:all:", "--require-hashes", "-r", str(wanted), "-d", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -401,7 +431,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("choose")
     command.add_argument("--toolkit", default="auto")
-    command.add_argument("--arch", action="append", required=True)
+    command.add_argument("--arch", action="append", default=[])
     command = commands.add_parser("assemble")
     command.add_argument("folder", type=Path)
     command.add_argument("--downloads", type=Path, required=True)
