@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .fanout import Branch, FanOut, fan_out
     from .identity import Rope
     from .model import Model
+    from .on_device import DeviceSnapshot
     from .pipeline import BranchNode, FunctionNode, Pipeline, PipelineResult, PrefillNode
     from .policy import FairShare
     from .runtime import LlamaGuard
@@ -39,6 +40,7 @@ _HOME = {
     "Branch": "fanout",
     "BranchNode": "pipeline",
     "Context": "context",
+    "DeviceSnapshot": "on_device",
     "FairShare": "policy",
     "FanOut": "fanout",
     "FunctionNode": "pipeline",
@@ -63,6 +65,7 @@ __all__ = [
     "Branch",
     "BranchNode",
     "Context",
+    "DeviceSnapshot",
     "FairShare",
     "FanOut",
     "FunctionNode",

@@ -58,6 +58,7 @@ class ArenaStats:
     n_leases, n_viewed : int
         Leases held, and how many of them have live numpy views.
     pinned : {"device", "mlock", None}
+        As of `Arena`.
     huge_page_bytes : int
         How much of the slab the kernel backs with huge pages (at most: it counts whole mappings).
     buffer_type : str
@@ -90,14 +91,17 @@ class Arena:
     huge_pages : bool
         Ask the kernel for 2 MiB pages; `stats().huge_page_bytes` tells what it gave.
     pin : bool
-        Lock the pages in memory. With a GPU by its driver, else with `mlock` as far as the limit
-        (`ulimit -l`) allows. `pinned` tells what was obtained; not getting it is no error.
+        Lock the pages in memory. With a GPU by its driver, else, or where the driver has no more to give, with `mlock`
+        as far as the limit (`ulimit -l`) allows. `pinned` tells what was obtained; not getting it is no error.
 
     Attributes
     ----------
     n_bytes : int
     pinned : {"device", "mlock", None}
-        How the pages are locked.
+        How the pages are locked. "device": by the GPU's driver, so that it copies straight from and to them; with
+        "mlock" they only stay in memory.
+    buffer_type : str
+        The engine's name of the memory's kind.
     pin_error : str or None
         Why they are not, when asked for.
 
@@ -124,22 +128,20 @@ class Arena:
         if self.n_bytes > available:
             raise HostMemoryError(self.n_bytes, available)
 
-        buffer_type, driver_locked = _buffer_type(device, pin)
-        self.buffer_type = ffi.string(C.ggml_backend_buft_name(buffer_type)).decode()
         slack = _HUGE_PAGE if huge_pages else ALIGNMENT
-        with runtime.engine_log():
-            buffer = C.ggml_backend_buft_alloc_buffer(buffer_type, self.n_bytes + slack)
+        buffer, driver_locked = _allocate(self.n_bytes + slack, device, pin)
         if buffer == ffi.NULL:
             raise HostMemoryError(self.n_bytes + slack, available)
         # Owned from here on: whatever goes wrong or is interrupted below gives the memory back.
         locked: list[Any] = []
         self._slab = weakref.finalize(self, _free_slab, buffer, self.n_bytes, locked)
         self._slab.atexit = False
+        self.buffer_type = ffi.string(C.ggml_backend_buft_name(C.ggml_backend_buffer_get_type(buffer))).decode()
         self._address = _round_up(int(ffi.cast("uintptr_t", C.ggml_backend_buffer_get_base(buffer))), slack)
         pointer = ffi.cast("void *", self._address)
         if huge_pages and not driver_locked:
             C.skv_advise_huge(pointer, self.n_bytes)
-        if prefault and (error := C.skv_prefault(pointer, self.n_bytes)):
+        if prefault and not driver_locked and (error := C.skv_prefault(pointer, self.n_bytes)):
             self._slab()
             raise HostMemoryError(self.n_bytes, available) from OSError(error, os.strerror(error))
         self.pinned: Literal["device", "mlock"] | None = "device" if driver_locked else None
@@ -425,8 +427,8 @@ def available_memory() -> int:
     return max(free, 0)
 
 
-def _buffer_type(device: str | None, pin: bool) -> tuple[Any, bool]:
-    """The buffer type to allocate from, and whether its memory is page-locked by a driver."""
+def _allocate(n_bytes: int, device: str | None, pin: bool) -> tuple[Any, bool]:
+    """A buffer of the engine's, or NULL, and whether a driver has page-locked it."""
     if device is None:
         chosen = runtime.gpu_device() if pin else None
     else:
@@ -438,9 +440,14 @@ def _buffer_type(device: str | None, pin: bool) -> tuple[Any, bool]:
     if chosen is not None and pin:
         host = C.ggml_backend_dev_host_buffer_type(chosen)
         if host != ffi.NULL:
-            return host, True
+            with runtime.engine_log():
+                buffer = C.ggml_backend_buft_alloc_buffer(host, n_bytes)
+            if buffer != ffi.NULL:
+                # CUDA's gives ordinary memory where it can lock no more, and only its type tells.
+                return buffer, C.ggml_backend_buffer_get_type(buffer) == host
     cpu = C.ggml_backend_dev_by_type(C.GGML_BACKEND_DEVICE_TYPE_CPU)
-    return C.ggml_backend_dev_buffer_type(cpu), False
+    with runtime.engine_log():
+        return C.ggml_backend_buft_alloc_buffer(C.ggml_backend_dev_buffer_type(cpu), n_bytes), False
 
 
 def _free_slab(buffer: Any, n_bytes: int, locked: list[Any]) -> None:

@@ -89,7 +89,7 @@ def adopt(
     model = Model.adopt(weights, path, owner=owner)
 
     adopted, lock = cls.__new__(cls), model.guard.lock()
-    unknown = Settings(True, "f16", "f16", True, False, (False, False), rope, None)
+    unknown = Settings(True, "f16", "f16", True, False, (False, False), rope, None, {})
     adopted._begin(model, ContextHandle(model._handle, pointer), lock, unknown)
     held = [seq for seq in range(adopted.n_seq_max) if adopted.position(seq)]
     if not held:
@@ -146,4 +146,5 @@ def _settings(layout: Layout, model: Model, rope: Rope) -> Settings:
         rotation=(rotation[0], rotation[1]),
         rope=rope,
         window_cells=None,
+        kv_memory={},
     )

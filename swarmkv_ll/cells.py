@@ -102,6 +102,12 @@ class CellLedger:
         ordered: _Array = held[np.argsort(held[:, 1]), 0]
         return ordered
 
+    def runs(self, seq: int) -> tuple[int, ...]:
+        """Lengths of the runs of neighbouring cells that `seq` holds, in order of cells."""
+        cells = np.sort(self._held(seq)[:, 1])
+        ends = np.flatnonzero(np.diff(cells) != 1) + 1
+        return tuple(np.diff([0, *ends, len(cells)]).tolist())
+
     def runs_of(self, n: int, seq: int) -> int:
         """Into how many runs of neighbouring cells `n` tokens would go in the place of what `seq` holds."""
         return _n_runs(self._pool(seq).drop(self._held(seq)[:, 1]).find(n))

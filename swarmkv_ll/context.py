@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from .sampling import Sampler
 if TYPE_CHECKING:
     from .blob import Layout
     from .borrowed import Watch
+    from .on_device import DeviceSnapshot
     from .snapshot import Snapshot
 
 _MAX_POSITION = 2**31 - 2
@@ -63,6 +64,7 @@ class Settings:
     rotation: tuple[bool, bool]
     rope: Rope
     window_cells: int | None  # cells of the windowed layers' cache, where that is known
+    kv_memory: Mapping[str, int]
 
 
 class Context:
@@ -101,6 +103,9 @@ class Context:
     rope : Rope
     adapters : tuple of AdapterId
         LoRA adapters in force (`set_adapters`).
+    kv_memory : mapping of str to int
+        Where the KV cache lies: bytes (the engine tells them in steps of 10 KiB) by device, "CPU" being the host. Empty
+        for a borrowed context.
 
     Raises
     ------
@@ -192,6 +197,7 @@ class Context:
             (rotation[0], rotation[1]),
             rope,
             window[-1] if window else None,
+            _kv_memory(log),
         )
         self._begin(model, owned, lock, settings)
 
@@ -211,6 +217,8 @@ class Context:
         self.type_k, self.type_v = settings.type_k, settings.type_v
         self.flash_attn, self.v_transposed = settings.flash_attn, settings.v_transposed
         self.rope, self._rotation, self._window_cells = settings.rope, settings.rotation, settings.window_cells
+        self.kv_memory = settings.kv_memory
+        self._on_device: dict[int, Any] = {}  # what the engine keeps on the device, by sequence: see `on_device`
         self.adapters: tuple[AdapterId, ...] = ()
         kinds = model.capabilities
         # A purely recurrent model has one state a sequence and no cells to run out of.
@@ -310,7 +318,7 @@ class Context:
         Returns
         -------
         int
-            The sequence's next position.
+            The sequence's next position. A GPU is done with the tokens then.
 
         Raises
         ------
@@ -383,6 +391,7 @@ class Context:
                     piece = slice(begin, begin + self._n_piece)
                     self._run(pointer, token[piece], position[piece], seq_of[piece], output[piece])
                     self._outputs.collect(int(output[piece].sum()), last=piece.stop >= len(token))
+                C.llama_synchronize(pointer)  # a GPU has only been given the work
                 if self._cells:
                     # A recurrent memory has batches of several sequences cut in another way.
                     self._cells.exact &= len(work) == 1 or not self.model.capabilities.hybrid
@@ -539,7 +548,9 @@ class Context:
         state = np.empty(C.llama_state_seq_get_size(pointer, source), np.uint8)
         data = ffi.from_buffer("uint8_t[]", state)
         n = C.llama_state_seq_get_data(pointer, data, len(state), source)
-        if n != len(state) or C.llama_state_seq_set_data(pointer, data, n, target) != n:
+        copied = n == len(state) and C.llama_state_seq_set_data(pointer, data, n, target) == n
+        C.llama_synchronize(pointer)
+        if not copied:
             raise ContextFullError(len(positions), self._cells.free(target), self.n_ctx_seq, "copy")
         self._cells.replace(target, positions)
 
@@ -625,15 +636,49 @@ class Context:
                 return int(C.llama_state_get_size(pointer))
             return int(C.llama_state_seq_get_size(pointer, self._check_seq(seq)))
 
+    @overload
     def snapshot(
-        self, arena: Arena, seq: int | None = 0, *, tokens: npt.ArrayLike | Mapping[int, npt.ArrayLike] | None = None
-    ) -> Snapshot:
+        self,
+        arena: Arena,
+        seq: int | None = 0,
+        *,
+        tokens: npt.ArrayLike | Mapping[int, npt.ArrayLike] | None = None,
+        where: Literal["host"] = "host",
+    ) -> Snapshot: ...
+
+    @overload
+    def snapshot(
+        self, arena: None = None, seq: int = 0, *, tokens: npt.ArrayLike | None = None, where: Literal["device"]
+    ) -> DeviceSnapshot: ...
+
+    def snapshot(
+        self, arena: Arena | None = None, seq: int | None = 0, *, tokens: Any = None, where: str = "host"
+    ) -> Snapshot | DeviceSnapshot:
         """Export a sequence's state, or, with ``seq=None``, every sequence's, straight into a lease of `arena`.
 
-        See :class:`Snapshot`.
-        """
-        from .snapshot import Snapshot  # points downward: snapshots are taken of a context
+        With ``where="device"`` one sequence's state is copied where the KV cache lies, on the GPU if there is one, and no
+        arena is needed. It can only go back into this context, and ends with the next one of the same sequence.
 
+        See :class:`Snapshot` and :class:`DeviceSnapshot`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Another `where`, an arena missing, or one given for the device.
+        """
+        # These point downward: snapshots are taken of a context.
+        if where == "device":
+            from .on_device import DeviceSnapshot
+
+            if arena is not None:
+                raise InvalidArgumentError('where="device" needs no arena: give seq by its name')
+            return DeviceSnapshot.take(self, seq, tokens=tokens)
+        from .snapshot import Snapshot
+
+        if where != "host":
+            raise InvalidArgumentError(f'where should be "host" or "device", is {where!r}')
+        if arena is None:
+            raise InvalidArgumentError('a snapshot in host memory needs an arena (where="device" does not)')
         return Snapshot.take(self, arena, seq, tokens=tokens)
 
     def set_adapters(self, adapters: Sequence[tuple[Adapter, float]]) -> None:
@@ -777,6 +822,15 @@ class Context:
 
     def __repr__(self) -> str:
         return f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} of {self.model!r}{', closed' if self.closed else ''}>"
+
+
+def _kv_memory(log: Sequence[str]) -> dict[str, int]:
+    """Bytes of KV cache and of recurrent states by the device that holds them, as the engine logs them."""
+    found: dict[str, int] = {}
+    for line in log:
+        if match := re.search(r"(\S+) (?:KV|RS) buffer size = +([\d.]+) MiB", line):
+            found[match[1]] = found.get(match[1], 0) + round(float(match[2]) * 2**20)
+    return found
 
 
 # ── Ctrl-C ───────────────────────────────────────────────────────────────────────────────────────────

@@ -111,15 +111,27 @@ def head_dim(model: Model, key: str) -> int:
     return int(known) if known else model.n_embd // max(1, model.n_head)
 
 
-def _kv_bytes(model: Model, n_ctx: int, type_k: str, type_v: str) -> int:
-    """Host memory that the KV cache takes at least; 0 where that is not known or a GPU holds it.
+def host_layers(model: Model) -> int:
+    """Layers that are computed on the CPU, and have their part of the KV cache in host memory."""
+    if runtime.gpu_device() is None:
+        return model.n_layer
+    if model.n_gpu_layers < 0:
+        return 0
+    return min(model.n_layer, max(0, model.n_layer + 1 - model.n_gpu_layers))  # the output counts as one; it goes first
 
-    The engine clears the cache when it makes it, so one that does not fit would have the kernel kill the process.
+
+def _kv_bytes(model: Model, n_ctx: int, type_k: str, type_v: str) -> int:
+    """Host memory that the KV cache takes at least; 0 where that is not known or GPUs hold all of it.
+
+    On a GPU the engine itself refuses a cache that does not fit. In host memory it does not: it clears the cache
+    when it makes it, so that the kernel would kill the process.
     """
     kinds = model.capabilities
-    if kinds.blob_parts.n_attention == 0 or runtime.gpu_device() is not None:
+    if kinds.blob_parts.n_attention == 0:
         return 0
-    n_layer = model.n_layer if kinds.attention_only else 1  # the others keep less, how much less is not told
+    n_layer = host_layers(model)
+    if not kinds.attention_only:
+        n_layer = min(n_layer, 1)  # they keep less, how much less is not told
     widths = ((type_k, head_dim(model, "key_length")), (type_v, head_dim(model, "value_length")))
     bits = sum(_BITS[kv_type] * head_dim for kv_type, head_dim in widths)
     return n_ctx * n_layer * max(1, model.n_head_kv) * bits // 8

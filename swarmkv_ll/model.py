@@ -69,7 +69,8 @@ class Model:
     path : path-like
         The GGUF file; of a split model, its first part.
     n_gpu_layers : int
-        Layers to keep on the GPU; -1 for all. Without a GPU it has no effect.
+        Layers to keep on the GPU, counted from the last (the output is one), with their part of each KV cache; -1 for
+        all. Without a GPU it has no effect.
     on_progress : callable, optional
         Called with the loaded share, 0.0 to 1.0. What it raises stops the loading and is raised from here.
     guard : LlamaGuard, optional
@@ -97,9 +98,10 @@ class Model:
         self.file = ModelFile(path)
         self.path = self.file.path
         self.guard = guard or runtime.LlamaGuard()
+        self.n_gpu_layers = operator.index(n_gpu_layers)
 
         params = C.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
+        params.n_gpu_layers = self.n_gpu_layers
         progress = _Progress(on_progress)
         keep = ffi.new_handle(progress)
         params.progress_callback = C.skv_on_progress
@@ -123,6 +125,7 @@ class Model:
         adopted.file = ModelFile(path)
         adopted.path = adopted.file.path
         adopted.guard = runtime.LlamaGuard()
+        adopted.n_gpu_layers = -1  # not known; only needed to foresee how much host memory a KV cache takes
         adopted._owned = ModelHandle(pointer, owner)
         adopted._describe()
         if found := difference(adopted.path, adopted.metadata, adopted.n_bytes):

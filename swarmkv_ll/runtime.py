@@ -148,7 +148,8 @@ def _load_cuda() -> CudaUnavailableError | None:
         if C.ggml_backend_reg_dev_count(backend) == 0:
             raise CudaUnavailableError(f"the CUDA module found no GPU: {why}")
     except CudaUnavailableError as error:
-        return error
+        error.__cause__ = error.__context__ = None  # kept for good: its frames would keep the caller's model alive
+        return error.with_traceback(None)
     return None
 
 

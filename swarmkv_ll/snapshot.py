@@ -185,7 +185,7 @@ class Snapshot:
                     raise InvalidArgumentError("tokens of a whole context should be a mapping of sequences to tokens")
                 tokens = {seq: tokens}
             given = tokens or {}
-            known = {int(operator.index(s)): _tokens(ctx, ends, s, ids) for s, ids in given.items()}
+            known = {int(operator.index(s)): checked_tokens(ctx, ends, s, ids) for s, ids in given.items()}
             logits = {}
             for s in ends:
                 with suppress(NoLogitsError):
@@ -619,7 +619,7 @@ def _expect(value: Any, kind: type[_T]) -> _T:
     return value
 
 
-def _tokens(ctx: Context, ends: Mapping[int, int], seq: int, ids: npt.ArrayLike) -> Tokens:
+def checked_tokens(ctx: Context, ends: Mapping[int, int], seq: int, ids: npt.ArrayLike) -> Tokens:
     """A copy of a sequence's tokens, checked."""
     known: Tokens = ctx.model.check_tokens(ids).copy()
     known.flags.writeable = False

@@ -48,6 +48,7 @@ def write(ctx: Context, pointer: Any, seq: int | None, data: Any, n_bytes: int) 
             written = C.llama_state_get_data(pointer, data, n_bytes)
         else:
             written = C.llama_state_seq_get_data(pointer, data, n_bytes, seq)
+    C.llama_synchronize(pointer)  # before anybody sees the bytes, or gives them back
     if written != n_bytes:
         reason = runtime.last_reason(log, "no reason given")
         raise SnapshotError(f"the engine wrote {written:,} of {n_bytes:,} bytes: {reason}")
@@ -86,7 +87,7 @@ def read(ctx: Context, pointer: Any, seq: int | None, data: Any, layout: Layout,
         It refused all the same: what was to be replaced is empty.
     """
     try:
-        _set(pointer, seq, data, layout.n_bytes)
+        put(pointer, seq, data, layout.n_bytes)
         if seq is None:
             ctx._replaced_all(layout, rows)
         else:
@@ -99,12 +100,19 @@ def read(ctx: Context, pointer: Any, seq: int | None, data: Any, layout: Layout,
         raise
 
 
-def _set(pointer: Any, seq: int | None, data: Any, n_bytes: int) -> None:
+def put(pointer: Any, seq: int | None, data: Any, n_bytes: int, flags: int = 0) -> None:
+    """Have the engine read a state, and wait until it needs the bytes no more.
+
+    Raises
+    ------
+    SnapshotError
+        It refused.
+    """
     with runtime.engine_log() as log:
         if seq is None:
             n_read = C.llama_state_set_data(pointer, data, n_bytes)
         else:
-            n_read = C.llama_state_seq_set_data(pointer, data, n_bytes, seq)
+            n_read = C.llama_state_seq_set_data_ext(pointer, data, n_bytes, seq, flags)
     C.llama_synchronize(pointer)
     if n_read != n_bytes:
         reason = runtime.last_reason(log, "no reason given")
@@ -151,7 +159,7 @@ def make_room(ctx: Context, pointer: Any, seq: int, layout: Layout) -> tuple[int
     whole = write(ctx, pointer, None, ffi.from_buffer("uint8_t[]", data), len(data))
 
     def put_back() -> None:
-        _set(pointer, None, ffi.from_buffer("uint8_t[]", data), len(data))
+        put(pointer, None, ffi.from_buffer("uint8_t[]", data), len(data))
         cells.load(whole.caches[0])
 
     try:

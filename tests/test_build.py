@@ -302,7 +302,18 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 def test_help_names_every_option(clone: Clone) -> None:
     text = clone.build("--help")
     for option in (
-        *("--portable", "--cuda", "--arch", "--toolkit", "--plan", "--source", "--again", "--tools", "--jobs", "--clean"),
+        *(
+            "--portable",
+            "--cuda",
+            "--arch",
+            "--toolkit",
+            "--plan",
+            "--source",
+            "--again",
+            "--tools",
+            "--jobs",
+            "--clean",
+        ),
         "--help",
     ):
         assert option in text

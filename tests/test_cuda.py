@@ -134,13 +134,15 @@ class Machine:
         """Decode on whatever there is; the lines on standard error, and the doctor's findings on CUDA."""
         done = run_python(
             """
-            import json, sys
+            import json, sys, weakref
             import numpy as np
             from swarmkv_ll import Model
             from swarmkv_ll.doctor import examine
             with Model(sys.argv[1]) as model, model.context(64) as ctx:
                 ctx.decode([1, 2, 3])
                 assert np.ptp(ctx.logits()) > 0
+                weights = weakref.ref(model._handle)
+            assert weights() is None  # not kept by the frames of the reason that is
             found = examine()
             assert "CPU" in found["backends"] and [d["name"] for d in found["devices"]] == ["CPU"], found
             print(json.dumps(found["cuda"]))

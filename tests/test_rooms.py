@@ -31,7 +31,7 @@ ORDER = [
     ["state"],
     ["borrowed", "fit"],
     ["snapshot"],
-    ["batching", "fanout", "interop"],
+    ["batching", "fanout", "interop", "on_device"],
     ["measure", "pipeline"],
     ["pipeline_measure"],
     ["doctor", "terminal"],
@@ -69,6 +69,7 @@ PURE = {
 EXCEPTIONS = {
     ("model", "context"): "a model makes its contexts: Model.context imports when it is called",
     ("context", "borrowed"): "a borrowed context is learnt from its state: Context.adopt imports when it is called",
+    ("context", "on_device"): "a context makes its snapshots: Context.snapshot imports when it is called",
     ("context", "snapshot"): "a context makes its snapshots: Context.snapshot imports when it is called",
 }
 """The imports that point downward: inside a function, or for type checkers only."""
