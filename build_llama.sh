@@ -726,7 +726,7 @@ if [[ $target == cuda ]]; then
     hold_lock 7 "the CUDA toolkit"
     if [[ ! -d $toolkit ]]; then
       say "putting CUDA $cuda_version together in $toolkit"
-      toolkit_py assemble "$toolkit" --downloads "$cache/downloads" || exit 2
+      toolkit_py assemble --cache "$cache" || exit 2
     fi
     exec 7>&-
   fi

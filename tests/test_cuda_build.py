@@ -68,15 +68,9 @@ def toolkit() -> Path:
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            command = [sys.executable, REPOSITORY / "vendor/cuda/toolkit.py", "assemble", folder]
+            command = [sys.executable, REPOSITORY / "vendor/cuda/toolkit.py", "assemble", "--cache", cache]
             try:
-                done = subprocess.run(
-                    [*command, "--downloads", cache / "downloads"],
-                    capture_output=True,
-                    text=True,
-                    timeout=240,
-                    check=False,
-                )
+                done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
                 reason = done.stderr.strip() if done.returncode else None
             except subprocess.TimeoutExpired:
                 reason = "its packages (455 MB) were not here within 4 minutes"
@@ -164,6 +158,26 @@ def test_plan_tells_everything_and_builds_nothing(clone: CudaClone, tmp_path: Pa
     assert lines["obstacles"] == "none"
     assert not clone.lib.exists()
     assert not any(clone.cache.iterdir())
+
+
+def test_plan_names_every_obstacle(clone: CudaClone, tmp_path: Path) -> None:
+    done = clone.run(
+        *("--cuda", "--arch", "999", "--plan"),
+        CUDAHOSTCXX=newer_compiler(tmp_path),
+        PATH=f"{empty_apt(tmp_path)}:{clone.environment['PATH']}",
+    )
+    assert done.returncode == 2
+    obstacles = re.findall(r"^  obstacle +(.*)$", done.stdout, re.M)
+    for words, line in zip(("set DEBIAN_MIRROR", "has no sm_999", "is gcc 16"), obstacles, strict=True):
+        assert words in line
+
+
+def empty_apt(folder: Path) -> Path:
+    """An apt-get that knows no mirror, as on a machine that is no Debian."""
+    (folder / "apt").mkdir()
+    (folder / "apt/apt-get").write_text("#!/bin/sh\n")
+    (folder / "apt/apt-get").chmod(0o755)
+    return folder / "apt"
 
 
 def test_plan_with_an_obstacle_says_so_and_ends_with_2(clone: CudaClone, tmp_path: Path) -> None:

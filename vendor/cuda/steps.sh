@@ -6,9 +6,9 @@ toolkit_py() { PYTHONDONTWRITEBYTECODE=1 "$python" "$root/vendor/cuda/toolkit.py
 
 # choose_cuda: sets architectures, toolkit, cuda_version, host_compiler, passed_over[] and obstacles[].
 choose_cuda() {
-  local name value options=(--toolkit "${toolkit:-auto}")
+  local name value options=(--cache "$cache" --toolkit "${toolkit:-auto}")
   for value in "${asked[@]}"; do options+=(--arch "$value"); done
-  architectures='' cuda_version='' host_compiler='' passed_over=() obstacles=() toolkit=''
+  architectures='' cuda_version='' host_compiler='' passed_over=() obstacles=() toolkit='' assembled=no
   while IFS='=' read -r name value; do
     case $name in
       architectures) architectures=$value ;;
@@ -16,14 +16,11 @@ choose_cuda() {
       version) cuda_version=$value ;;
       compiler) host_compiler=$value ;;
       passed_over) passed_over+=("$value") ;;
+      assembled) assembled=$value ;;
       obstacle) obstacles+=("$value") ;;
     esac
   done < <(toolkit_py choose "${options[@]}")
   [[ -n $toolkit || ${#obstacles[@]} -gt 0 ]] || obstacles+=("the search for a toolkit failed")
-  assembled=no
-  if [[ $toolkit == packages ]]; then
-    assembled=yes toolkit=$cache/cuda-$cuda_version
-  fi
   host_compiler_id=''
   if [[ -n $host_compiler ]]; then
     host_compiler_id=$("$host_compiler" --version 2>/dev/null | sed -n 1p) || obstacles+=("$host_compiler does not answer --version")

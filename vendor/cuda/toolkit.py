@@ -1,7 +1,7 @@
 """Finds a CUDA toolkit that can build what is asked for, or puts CUDA 12.4 together from packages.
 
-    toolkit.py choose --toolkit DIR|auto --arch N ...   which toolkit, compiler and architectures; what is in the way
-    toolkit.py assemble FOLDER --downloads DIR          CUDA 12.4 in FOLDER, which is made whole or not at all
+    toolkit.py choose --cache DIR --toolkit DIR|auto --arch N ...   which toolkit, compiler, architectures; what is in the way
+    toolkit.py assemble --cache DIR                                 CUDA 12.4 in DIR/cuda-12.4.131, whole or not at all
 
 For ../../build_llama.sh --cuda. `choose` prints lines of `name=value`, and ends with 0 also if something is in the way.
 Only the standard library and `swarmkv_ll.cuda`, which needs no built engine.
@@ -40,11 +40,13 @@ ASSEMBLED_CODES = ["50", "52", "53", "60", "61", "62", "70", "72", "75", "80", "
 ASSEMBLED_MAX_GCC = 13
 DEB_PATH = "pool/non-free/n/nvidia-cuda-toolkit/nvidia-cuda-toolkit_12.4.131~12.4.1-2_amd64.deb"
 DEB_SHA256 = "cd5fe85aee38d108b315f408a688641478f2402622a10c677478eb7a6c4e5319"
+DEB = DEB_PATH.rsplit("/", 1)[1]
+FOLDER = f"cuda-{ASSEMBLED}"
 WHEELS = HERE / "wheels.txt"
 
 
 class Obstacle(Exception):
-    """Why it cannot be done, in one line."""
+    """Why it cannot be done: a line for each reason."""
 
 
 # ── which toolkit ────────────────────────────────────────────────────────────────────────────────────
@@ -68,7 +70,10 @@ class Toolkit:
         codes = re.findall(r"sm_(\d+[af]?)", run([nvcc, "--list-gpu-code"]).stdout)
         if not codes:
             raise Obstacle(f"{nvcc} ({version[1]}) does not say which architectures it knows: CUDA 11.8 and newer do")
-        return cls(nvcc, version[1], codes)
+        # What is on the PATH may be a script that starts the one of another folder.
+        top = re.search(r"^#\$ TOP=(.*)$", run([nvcc, "--dryrun", "-x", "cu", "-E", "/dev/null"]).stderr, re.M)
+        real = Path(top[1], "bin/nvcc").resolve() if top else nvcc
+        return cls(real if real.is_file() else nvcc, version[1], codes)
 
     def __str__(self) -> str:
         return f"CUDA {self.version} in {self.nvcc.parents[1]}"
@@ -131,7 +136,8 @@ def host_compilers() -> list[str]:
     """C++ compilers to try: what the user set, or the usual one and older versions beside it."""
     if os.environ.get("CUDAHOSTCXX"):
         return [os.environ["CUDAHOSTCXX"]]
-    usual = shlex.split(os.environ.get("CXX") or "c++")[-1]
+    launchers = ("ccache", "distcc", "sccache")
+    usual = next((word for word in shlex.split(os.environ.get("CXX") or "") if word not in launchers), "c++")
     older = [f"g++-{n}" for n in range(15, 8, -1)]
     return list(dict.fromkeys(path for name in (usual, "g++", *older) if (path := shutil.which(name))))
 
@@ -143,58 +149,84 @@ def gcc_version(compiler: str) -> int:
     return int(major[1]) if major and "__clang__" not in said else 0
 
 
-def for_assembled(architectures: list[str]) -> str:
-    """The host compiler for the toolkit that would be assembled."""
+def for_assembled(architectures: list[str], cache: Path) -> str:
+    """The host compiler for the toolkit that would be assembled, or has been."""
+    reasons = [] if (cache / FOLDER).exists() else against_assembling(cache / "downloads")
     if platform.machine() != "x86_64":
-        raise Obstacle(
+        reasons.append(
             f"the packages of CUDA {ASSEMBLED} are for x86_64, not {platform.machine()}: install CUDA 12, or give --toolkit DIR"
         )
     missing = unknown(architectures, ASSEMBLED_CODES)
     if missing:
-        raise Obstacle(
+        reasons.append(
             f"CUDA {ASSEMBLED}, which would be got from packages, has no {listed(missing, 'sm_')} (it has {' '.join(ASSEMBLED_CODES)})"
         )
     found = {compiler: gcc_version(compiler) for compiler in host_compilers()}
-    for compiler, version in found.items():
-        if 6 <= version <= ASSEMBLED_MAX_GCC:
-            return compiler
-    have = ", ".join(f"{c} is gcc {v}" if v else f"{c} is not gcc" for c, v in found.items()) or "there is none"
-    raise Obstacle(
-        f"CUDA {ASSEMBLED} takes gcc 6 to {ASSEMBLED_MAX_GCC} as host compiler, but {have}: install g++-12, or set CUDAHOSTCXX to one"
-    )
+    fitting = [compiler for compiler, version in found.items() if 6 <= version <= ASSEMBLED_MAX_GCC]
+    if not fitting:
+        have = ", ".join(f"{c} is gcc {v}" if v else f"{c} is not gcc" for c, v in found.items()) or "there is none"
+        reasons.append(
+            f"CUDA {ASSEMBLED} takes gcc 6 to {ASSEMBLED_MAX_GCC} as host compiler, but {have}: install g++-12, or set CUDAHOSTCXX to one"
+        )
+    if reasons:
+        raise Obstacle(*reasons)
+    return fitting[0]
 
 
-def choose(asked: str, architectures: list[str]) -> list[tuple[str, str]]:
+def against_assembling(downloads: Path) -> list[str]:
+    """What is missing to get the packages and to unpack them."""
+    reasons = [
+        f"{name} is missing, to unpack a .deb: install binutils, tar and xz-utils"
+        for name in ("ar", "tar", "xz")
+        if not shutil.which(name)
+    ]
+    if not (downloads / DEB).exists():
+        try:
+            debian_mirror()
+        except Obstacle as obstacle:
+            reasons += obstacle.args
+    if run([sys.executable, "-m", "pip", "--version"]).returncode:
+        reasons.append(
+            f"{sys.executable} has no pip, to get NVIDIA's packages: install python3-pip, or use a virtual environment"
+        )
+    return reasons
+
+
+def choose(asked: str, architectures: list[str], cache: Path) -> list[tuple[str, str]]:
     """What to build with, as names and values."""
     chosen: list[tuple[str, str]] = []
     try:
         architectures = resolved(architectures)
         chosen.append(("architectures", " ".join(architectures)))
         if asked != "auto":
-            folder = Path(asked)
-            if not (folder / "bin" / "nvcc").is_file():
+            if not Path(asked, "bin/nvcc").is_file():
                 raise Obstacle(f"--toolkit {asked}: there is no bin/nvcc in it")
-            toolkit = Toolkit.at(folder.resolve())
-            if reason := toolkit.lacks(architectures):
-                raise Obstacle(reason)
-            return [*chosen, *described(toolkit, toolkit.host_compiler(architectures))]
-        passed_over = []
+            return chosen + described(Path(asked).resolve(), architectures)
+        reasons: dict[str, None] = {}
         for folder in candidates():
             try:
-                toolkit = Toolkit.at(folder)
-                if reason := toolkit.lacks(architectures):
-                    raise Obstacle(reason.split(";")[0])
-                return [*chosen, *described(toolkit, toolkit.host_compiler(architectures)), *passed_over]
+                return [*chosen, *described(folder, architectures), *(("passed_over", reason) for reason in reasons)]
             except Obstacle as obstacle:
-                passed_over.append(("passed_over", str(obstacle)))
-        chosen += passed_over
-        compiler = for_assembled(architectures)
-        return [*chosen, ("toolkit", "packages"), ("version", ASSEMBLED), ("compiler", compiler)]
+                reasons[str(obstacle).split(";")[0]] = None
+        chosen += [("passed_over", reason) for reason in reasons]
+        compiler = for_assembled(architectures, cache)
+        return [
+            *chosen,
+            ("toolkit", str(cache / FOLDER)),
+            ("version", ASSEMBLED),
+            ("compiler", compiler),
+            ("assembled", "yes"),
+        ]
     except Obstacle as obstacle:
-        return [*chosen, ("obstacle", str(obstacle))]
+        return [*chosen, *(("obstacle", reason) for reason in obstacle.args)]
 
 
-def described(toolkit: Toolkit, compiler: str) -> list[tuple[str, str]]:
+def described(folder: Path, architectures: list[str]) -> list[tuple[str, str]]:
+    """The toolkit in a folder, if it can do what is asked for."""
+    toolkit = Toolkit.at(folder)
+    if reason := toolkit.lacks(architectures):
+        raise Obstacle(reason)
+    compiler = toolkit.host_compiler(architectures)
     return [("toolkit", str(toolkit.nvcc.parents[1])), ("version", toolkit.version), ("compiler", compiler)]
 
 
@@ -268,8 +300,9 @@ PTXAS_FLAGS      +=
 """
 
 
-def assemble(target: Path, downloads: Path) -> None:
-    """Put the toolkit together beside `target` and rename it when it works. The system is not touched."""
+def assemble(cache: Path) -> None:
+    """Put the toolkit together in the cache and rename it when it works. The system is not touched."""
+    target, downloads = cache / FOLDER, cache / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
     archives = [debian_package(downloads), *wheels(downloads)]
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -279,7 +312,7 @@ def assemble(target: Path, downloads: Path) -> None:
         for archive in archives[1:]:
             with zipfile.ZipFile(archive) as wheel:
                 wheel.extractall(unpacked / "wheels")
-        lay_out(unpacked / "deb", unpacked / "wheels/nvidia", stage)
+        lay_out(unpacked / "deb", unpacked / "wheels/nvidia", stage, for_assembled([PASCAL], cache))
         shutil.rmtree(unpacked)
         made = Toolkit.at(stage)
         if made.version != ASSEMBLED or made.codes != ASSEMBLED_CODES:
@@ -292,7 +325,7 @@ def assemble(target: Path, downloads: Path) -> None:
         archive.unlink()
 
 
-def lay_out(deb: Path, nvidia: Path, top: Path) -> None:
+def lay_out(deb: Path, nvidia: Path, top: Path, host_compiler: str) -> None:
     """The folders of NVIDIA's own installer."""
     for name in ("bin", "include", "lib64", "nvvm/bin", "nvvm/libdevice", "licenses"):
         (top / name).mkdir(parents=True)
@@ -322,14 +355,14 @@ def lay_out(deb: Path, nvidia: Path, top: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, compiled = Path(folder, "nothing.cu"), Path(folder, "nothing.o")
         source.write_text("__device__ void swarmkv_nothing() {}\n")
-        done = run([top / "bin/nvcc", "-ccbin", for_assembled(["61"]), "-arch=sm_61", "-dc", source, "-o", compiled])
+        done = run([top / "bin/nvcc", "-ccbin", host_compiler, f"-arch=sm_{PASCAL}", "-dc", source, "-o", compiled])
         if done.returncode or run(["ar", "rcs", lib / "libcudadevrt.a", compiled]).returncode:
             raise Obstacle(f"the assembled nvcc does not compile: {done.stderr.strip()[:300]}")
 
 
 def debian_package(downloads: Path) -> Path:
     """The compiler itself, from a Debian mirror."""
-    target = downloads / DEB_PATH.rsplit("/", 1)[1]
+    target = downloads / DEB
     if not target.exists():
         address = f"{debian_mirror().rstrip('/')}/{DEB_PATH}"
         say(f"downloading {target.name} (87 MB)")
@@ -430,18 +463,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("choose")
+    command.add_argument("--cache", type=Path, required=True)
     command.add_argument("--toolkit", default="auto")
     command.add_argument("--arch", action="append", default=[])
     command = commands.add_parser("assemble")
-    command.add_argument("folder", type=Path)
-    command.add_argument("--downloads", type=Path, required=True)
+    command.add_argument("--cache", type=Path, required=True)
     options = parser.parse_args()
     try:
         if options.command == "choose":
-            for name, value in choose(options.toolkit, options.arch):
+            for name, value in choose(options.toolkit, options.arch, options.cache):
                 print(f"{name}={' '.join(value.split())}")
         else:
-            assemble(options.folder, options.downloads)
+            assemble(options.cache)
     except Obstacle as obstacle:
         print(f"build_llama: {obstacle}", file=sys.stderr)
         return 2
