@@ -77,6 +77,8 @@ if [[ $tools == yes ]]; then
 fi
 if [[ $cuda == yes ]]; then
   target=cuda log=$work/cuda.log
+  # The module goes beside the libraries that are there, whatever they were built with.
+  if [[ $portable == no && -z $source_dir ]]; then again=yes; fi
 elif [[ ${#asked[@]} -gt 0 || -n $toolkit || $plan == yes ]]; then
   fail "--arch, --toolkit and --plan are about the CUDA backend: give --cuda with them"
 fi
@@ -374,14 +376,13 @@ usable "${unpacked%/*}" || fail "cannot write into ${unpacked%/*}: make this clo
 # state DIR: "whole" when DIR holds a finished build of exactly this $key, otherwise what is wrong with it.
 state() {
   [[ -d $1 ]] || { echo absent; return; }
-  local file=build-info.json
-  if [[ $target == cuda ]]; then file=cuda-info.json; fi
-  "$python" - "$1" "$key" "$file" <<'PYTHON'
+  if [[ $target == cuda ]]; then module_state "$1"; return; fi
+  "$python" - "$1" "$key" <<'PYTHON'
 import json, pathlib, sys
 
 folder = pathlib.Path(sys.argv[1])
 try:
-    info = json.loads((folder / sys.argv[3]).read_text())
+    info = json.loads((folder / "build-info.json").read_text())
     sizes = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
     damaged = any(sizes.get(name) != size for name, size in info["files"].items())
     print("damaged" if damaged else "whole" if info["key"] == sys.argv[2] else "other")
@@ -426,10 +427,7 @@ needed_space() {
   if [[ -z $source_dir && ! -f $cache/downloads/$sdist ]]; then
     work_mib=$((work_mib + 400)) cache_mib=$((cache_mib + 200))   # pip unpacks the package to read its metadata
   fi
-  if [[ $target == cuda ]]; then
-    work_mib=$((work_mib + cuda_work_mib)) cache_mib=$((cache_mib + cuda_cache_mib))
-    if [[ $assembled == yes && ! -d $toolkit ]]; then cache_mib=$((cache_mib + toolkit_mib)); fi
-  fi
+  if [[ $target == cuda ]]; then cuda_space; fi
 }
 
 # lacking_space: which folder has too little, in one line; nothing if there is enough.
@@ -465,7 +463,7 @@ if [[ $clean == no ]]; then
     libraries_first --again
   elif [[ $target == cuda ]]; then
     library_options=()
-    if [[ $portable == yes ]]; then library_options+=(--portable); fi
+    if [[ $portable == yes ]]; then library_options=(--portable); fi
     libraries_first "${library_options[@]}" ${source_dir:+--source "$source_dir"}
   fi
 fi
@@ -507,7 +505,7 @@ install_lib() {  # DIR
   replace_lib "$1"
   remember_options
   if [[ $had_cuda == yes ]]; then
-    say "the CUDA module that was there belonged to the libraries before: ./build_llama.sh --cuda adds it again"
+    say "the CUDA module went with the libraries that were there: ./build_llama.sh --cuda adds it again"
   fi
 }
 
@@ -742,6 +740,7 @@ if [[ $target == cuda ]]; then
     rm -rf "$build"
   fi
   install_module "$work/stage"
+  rm -rf "$work/stage"
   say "swarmkv_ll/_lib/libggml-cuda.so is ready for $architectures, built in $((SECONDS / 60)) min $((SECONDS % 60)) s"
   exit 0
 fi

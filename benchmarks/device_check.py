@@ -460,11 +460,11 @@ def summary(report: Mapping[str, Any]) -> list[str]:
     return [f"{result} ({report['mode']}), {report['seconds']:.0f} s", *(f"  {name:<11}{text}" for name, text in lines)]
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise ValueError
-    return value
+def _minutes(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < 1e6:
+            return value
+    raise argparse.ArgumentTypeError(f"should be a number above 0, is {text!r}")
 
 
 def main() -> int:
@@ -482,7 +482,7 @@ def main() -> int:
         "--no-build", action="store_true", help="with the engine and the packages that are here already"
     )
     running.add_argument("--model", type=Path, help="a GGUF file, instead of a random one made here")
-    running.add_argument("--minutes", type=_positive, default=10.0, help="for all of it, builds included (default 10)")
+    running.add_argument("--minutes", type=_minutes, default=10.0, help="for all of it, builds included (default 10)")
     running.add_argument("--out", type=Path, default=Path("device-check.json"), metavar="FILE.json")
     running.add_argument(
         "--work", type=Path, metavar="FOLDER", help="for what is made on the way (default device-pack/work)"

@@ -55,6 +55,8 @@ def short_spin() -> Iterator[None]:
 
 def waiting_policy() -> str:
     """How OpenMP's threads wait, and who decided so, in a few words (shown by `swarmkv doctor`)."""
+    if not mapped_files("libgomp.", "libomp.", "libiomp"):
+        return "by ggml's own loop (the engine is built without OpenMP)"
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         if name in os.environ:
             return f"{name}={os.environ[name]} (set by the user)"

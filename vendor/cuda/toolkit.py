@@ -67,7 +67,7 @@ class Toolkit:
         version = re.search(r"\bV(\d+\.\d+\.\d+)", said)
         if not version:
             raise Obstacle(f"{nvcc} does not say its version")
-        codes = re.findall(r"sm_(\d+[af]?)", run([nvcc, "--list-gpu-code"]).stdout)
+        codes = sorted(set(re.findall(r"sm_(\d+)", run([nvcc, "--list-gpu-code"]).stdout)), key=int)
         if not codes:
             raise Obstacle(f"{nvcc} ({version[1]}) does not say which architectures it knows: CUDA 11.8 and newer do")
         # What is on the PATH may be a script that starts the one of another folder.
@@ -134,8 +134,11 @@ def candidates() -> list[Path]:
 
 def host_compilers() -> list[str]:
     """C++ compilers to try: what the user set, or the usual one and older versions beside it."""
-    if os.environ.get("CUDAHOSTCXX"):
-        return [os.environ["CUDAHOSTCXX"]]
+    if named := os.environ.get("CUDAHOSTCXX"):
+        path = shutil.which(named)
+        if path is None or " " in path:
+            raise Obstacle(f"CUDAHOSTCXX={named}: nvcc takes the path of a compiler there, without arguments or spaces")
+        return [path]
     launchers = ("ccache", "distcc", "sccache")
     usual = next((word for word in shlex.split(os.environ.get("CXX") or "") if word not in launchers), "c++")
     older = [f"g++-{n}" for n in range(15, 8, -1)]
@@ -156,7 +159,7 @@ def for_assembled(architectures: list[str], cache: Path) -> str:
         reasons.append(
             f"the packages of CUDA {ASSEMBLED} are for x86_64, not {platform.machine()}: install CUDA 12, or give --toolkit DIR"
         )
-    missing = unknown(architectures, ASSEMBLED_CODES)
+    missing = [a for a in architectures if a not in (*ASSEMBLED_CODES, "90a")]
     if missing:
         reasons.append(
             f"CUDA {ASSEMBLED}, which would be got from packages, has no {listed(missing, 'sm_')} (it has {' '.join(ASSEMBLED_CODES)})"
@@ -260,7 +263,7 @@ def native() -> list[str]:
 
 def unknown(architectures: list[str], codes: list[str]) -> list[str]:
     """Those that are not among `codes`. nvcc lists no variants such as 90a: whether it has one is seen in compiling."""
-    return [a for a in architectures if a not in codes and a.rstrip("af") not in codes]
+    return [a.rstrip("af") for a in architectures if a.rstrip("af") not in codes]
 
 
 def number(architecture: str) -> int:
@@ -304,6 +307,9 @@ def assemble(cache: Path) -> None:
     """Put the toolkit together in the cache and rename it when it works. The system is not touched."""
     target, downloads = cache / FOLDER, cache / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
+    # Of a run that was killed. The caller holds the lock.
+    for left in (*cache.glob(f".{FOLDER}.*"), *downloads.glob(f".{DEB}.*"), *downloads.glob(".wheel.*")):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     archives = [debian_package(downloads), *wheels(downloads)]
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -408,7 +414,7 @@ def wheels(downloads: Path) -> list[Path]:
 
 
 def pip(name: str, version: str, sha256: str, downloads: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=downloads) as folder:
+    with tempfile.TemporaryDirectory(prefix=".wheel.", dir=downloads) as folder:
         wanted = Path(folder, "wanted.txt")
         wanted.write_text(f"{name}=={version} --hash=sha256:{sha256}\n")
         command = [
