@@ -342,7 +342,7 @@ def doctor(as_json: bool) -> None:
         ("library", engine["library"]),
         ("built with", f"{engine['compiler']}, {' '.join(engine['instruction_sets'])}"),
         *_cuda_rows(found["cuda"]),
-        ("backends", ", ".join(found["backends"])),
+        ("backends", f"{', '.join(found['backends'])} ({', '.join(found['backend_files'])})"),
         *(
             (
                 "device",
@@ -370,7 +370,9 @@ def _cuda_rows(cuda: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         code = {(each["kind"], each["architecture"]): each["n"] for each in cuda["architectures"]}
         yield "CUDA", f"{in_words(code) or cuda['damage']}, by toolkit {cuda['toolkit'] or 'unknown'}"
-        yield "CUDA module", "loaded" if cuda["loaded"] else f"not loaded: {cuda['reason']}"
+        yield "CUDA module", "used" if cuda["used"] else f"not used: {cuda['reason']}"
+        for name, path in cuda["libraries"].items():
+            yield "CUDA library", one_line(path or "") or f"{name} as the system's loader finds it, if it does"
     if cuda["driver"] is not None:
         yield "GPU driver", f"for CUDA {cuda['driver']}"
     elif cuda["module"] is not None and cuda["driver_error"] != cuda["reason"]:
@@ -378,7 +380,9 @@ def _cuda_rows(cuda: dict[str, Any]) -> Iterator[tuple[str, str]]:
     fits = {"elf": "the module has code for it", "ptx": "runs the module's PTX", None: "the module has no code for it"}
     for gpu in cuda["gpus"]:
         what = f"{gpu['name']}, compute capability {gpu['compute_capability']}"
-        yield "GPU", what if cuda["module"] is None else f"{what}: {fits[gpu['runs_as']]}"
+        if cuda["module"] is not None:
+            what += f": {fits[gpu['runs_as']] if cuda['architectures'] else 'the module could not be read'}"
+        yield "GPU", what
 
 
 if __name__ == "__main__":

@@ -652,7 +652,12 @@ class Context:
     ) -> DeviceSnapshot: ...
 
     def snapshot(
-        self, arena: Arena | None = None, seq: int | None = 0, *, tokens: Any = None, where: str = "host"
+        self,
+        arena: Arena | None = None,
+        seq: int | None = 0,
+        *,
+        tokens: Any = None,
+        where: Literal["host", "device"] = "host",
     ) -> Snapshot | DeviceSnapshot:
         """Export a sequence's state, or, with ``seq=None``, every sequence's, straight into a lease of `arena`.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from . import elf
 from .errors import BinaryFormatError, CudaUnavailableError
 from .fatbin import Code, gpu_code
+from .printable import one_line
 
 MODULE = "libggml-cuda.so"
 """The CUDA backend, beside the engine's libraries."""
@@ -30,6 +32,10 @@ MOST_GPUS = 16
 
 AGAIN = "./build_llama.sh --cuda builds it again"
 
+LONGEST = 1000
+"""Characters of a reason: it may hold texts of others."""
+
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
@@ -49,18 +55,35 @@ class Driver:
     gpus: tuple[Gpu, ...]
 
 
+def refusal(message: str, *, by_choice: bool = False) -> CudaUnavailableError:
+    """The error, its text on one line without what could steer a terminal, and not too long."""
+    return CudaUnavailableError(one_line(message, LONGEST), by_choice=by_choice)
+
+
+def _no_gpu(message: str) -> CudaUnavailableError:
+    """The driver shows no GPU: the user's choice, where it is told which to show."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return refusal(message)
+    return refusal(f"{message}, with CUDA_VISIBLE_DEVICES={_brief(repr(visible))}", by_choice=True)
+
+
+def _brief(text: object) -> str:
+    return one_line(text, 120)
+
+
 def find_driver() -> Driver:
     """Ask the driver for its version and its GPUs.
 
     Raises
     ------
     CudaUnavailableError
-        There is no driver, or it has an error or no GPU to show.
+        There is no driver, or it has an error, no GPU to show, or figures that cannot be.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise CudaUnavailableError(f"no NVIDIA driver here ({error})") from None
+        raise refusal(f"no NVIDIA driver here ({error})") from None
     version, n, value = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
     gpus = []
@@ -68,6 +91,8 @@ def find_driver() -> Driver:
         _call(library, "cuDriverGetVersion", ctypes.byref(version))
         _call(library, "cuInit", 0)
         _call(library, "cuDeviceGetCount", ctypes.byref(n))
+        if not (1000 <= version.value < 100_000 and 0 <= n.value <= 1000):
+            raise refusal(f"libcuda.so.1 is not NVIDIA's driver (version {version.value}, {n.value} GPUs)")
         for i in range(n.value):
             device, capability = ctypes.c_int(), []
             _call(library, "cuDeviceGet", ctypes.byref(device), i)
@@ -75,11 +100,14 @@ def find_driver() -> Driver:
             for attribute in (_MAJOR, _MINOR):
                 _call(library, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
                 capability.append(value.value)
-            gpus.append(Gpu(name.value.decode(errors="replace"), (capability[0], capability[1])))
+            major, minor = capability
+            if not (1 <= major <= 99 and 0 <= minor <= 9):
+                raise refusal(f"libcuda.so.1 is not NVIDIA's driver (compute capability {major}.{minor} of GPU {i})")
+            gpus.append(Gpu(_brief(name.value.decode(errors="replace")), (major, minor)))
     except AttributeError as error:
-        raise CudaUnavailableError(f"libcuda.so.1 is not NVIDIA's driver ({error})") from None
+        raise refusal(f"libcuda.so.1 is not NVIDIA's driver ({error})") from None
     if not gpus:
-        raise CudaUnavailableError("the NVIDIA driver shows no GPU")
+        raise _no_gpu("the NVIDIA driver shows no GPU")
     return Driver((version.value // 1000, version.value % 1000 // 10), tuple(gpus))
 
 
@@ -88,7 +116,9 @@ def _call(library: ctypes.CDLL, function: str, *arguments: Any) -> None:
         name = ctypes.c_char_p()
         named = hasattr(library, "cuGetErrorName") and library.cuGetErrorName(error, ctypes.byref(name)) == 0
         told = (name.value or b"").decode(errors="replace") if named else "unnamed"
-        raise CudaUnavailableError(f"the NVIDIA driver's {function} gives error {error} ({told})")
+        raise (_no_gpu if error == _NO_DEVICE else refusal)(
+            f"the NVIDIA driver's {function} gives error {error} ({_brief(told)})"
+        )
 
 
 def runs_as(code: Code, capability: tuple[int, int]) -> Literal["elf", "ptx"] | None:
@@ -119,9 +149,13 @@ def runs_as(code: Code, capability: tuple[int, int]) -> Literal["elf", "ptx"] | 
 
 
 def in_words(code: Code) -> str:
-    """The architectures as nvcc writes them: `sm_61 ×144, compute_61 ×144`."""
+    """The architectures as nvcc writes them: `sm_61 ×144, compute_61 ×144`; of very many not all."""
     words = {"elf": "sm", "ptx": "compute", "lto": "lto"}
-    return ", ".join(f"{words[kind]}_{architecture} ×{n}" for (kind, architecture), n in code.items())
+    return one_line(", ".join(f"{words[kind]}_{architecture} ×{n}" for (kind, architecture), n in code.items()), 500)
+
+
+_LARGEST_INFO = 1 << 20
+_TOOLKIT = re.compile(r"([1-9][0-9]?)\.([0-9]{1,2})(?:\.[0-9]{1,5}){0,2}")
 
 
 def read_info(lib_dir: Path) -> dict[str, Any]:
@@ -133,18 +167,20 @@ def read_info(lib_dir: Path) -> dict[str, Any]:
         The file is missing, or not as it was written.
     """
     path = lib_dir / INFO
+    if not os.path.lexists(path):
+        raise refusal(f"nothing says which engine {MODULE} is for: {path} is missing; {AGAIN}")
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-        stamp, build_id, toolkit = info["stamp"], info["build_id"], info["toolkit"]
-        if not (isinstance(stamp, str) and isinstance(build_id, str)):
+        with elf.mapped(path) as data:
+            text = data[:_LARGEST_INFO]
+        info = json.loads(text.decode())
+        stamp, build_id, toolkit = info["stamp"], info["build_id"], _TOOLKIT.fullmatch(info["toolkit"])
+        if not (isinstance(stamp, str) and isinstance(build_id, str) and toolkit):
             raise ValueError
-        info["toolkit_version"] = tuple(int(part) for part in toolkit.split(".")[:2])
-        if len(info["toolkit_version"]) != 2:
-            raise ValueError
-    except FileNotFoundError:
-        raise CudaUnavailableError(f"nothing says which engine {MODULE} is for: {path} is missing; {AGAIN}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CudaUnavailableError(f"{path} is damaged; {AGAIN}") from None
+        info["toolkit_version"] = int(toolkit[1]), int(toolkit[2])
+    except BinaryFormatError as error:
+        raise refusal(f"{path} is damaged ({error.message}); {AGAIN}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise refusal(f"{path} is damaged; {AGAIN}") from None
     found: dict[str, Any] = info
     return found
 
@@ -170,26 +206,24 @@ def prepare(lib_dir: Path, engine_stamp: str) -> Path | None:
         The first reason against it. The module was not loaded.
     """
     module = lib_dir / MODULE
-    if not module.exists():
+    if not os.path.lexists(module):  # a link to nowhere is a module that is damaged
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
-        raise CudaUnavailableError(f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", by_choice=True)
+        raise refusal(f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", by_choice=True)
     driver = find_driver()
     info = read_info(lib_dir)
     if info["stamp"] != engine_stamp:
-        raise CudaUnavailableError(
-            f"the CUDA module was built for engine {info['stamp']}, this is {engine_stamp}; {AGAIN}"
-        )
+        raise refusal(f"the CUDA module was built for engine {_brief(info['stamp'])}, this is {engine_stamp}; {AGAIN}")
     try:
         with elf.mapped(module) as data:
             build_id, sonames = elf.build_id(data), elf.needed(data)
         code = gpu_code(module)
     except BinaryFormatError as error:
-        raise CudaUnavailableError(f"the CUDA module is damaged: {error}; {AGAIN}") from None
+        raise refusal(f"the CUDA module is damaged: {error}; {AGAIN}") from None
     if build_id != info["build_id"]:
-        raise CudaUnavailableError(
-            f"the CUDA module's build id is {build_id}, {INFO} is about {info['build_id']}; {AGAIN}"
+        raise refusal(
+            f"the CUDA module's build id is {_brief(build_id)}, {INFO} is about {_brief(info['build_id'])}; {AGAIN}"
         )
     check_fit(code, driver, info["toolkit_version"])
     for soname in sonames:
@@ -206,25 +240,24 @@ def check_fit(code: Code, driver: Driver, toolkit: tuple[int, int]) -> None:
     """
     its = f"the NVIDIA driver supports CUDA {driver.version[0]}.{driver.version[1]}"
     if driver.version[0] < toolkit[0]:
-        raise CudaUnavailableError(f"{its}, the module needs {toolkit[0]}.0 or newer; update the driver")
+        raise refusal(f"{its}, the module needs {toolkit[0]}.0 or newer; update the driver")
     if len(driver.gpus) > MOST_GPUS:
-        raise CudaUnavailableError(
-            f"{len(driver.gpus)} GPUs, the engine takes {MOST_GPUS}; choose some with CUDA_VISIBLE_DEVICES"
-        )
+        raise refusal(f"{len(driver.gpus)} GPUs, the engine takes {MOST_GPUS}; choose some with CUDA_VISIBLE_DEVICES")
     how = [runs_as(code, gpu.capability) for gpu in driver.gpus]
+    here = sorted({gpu.capability for gpu in driver.gpus})
+    build = " ".join(["./build_llama.sh --cuda", *(f"--arch {major}{minor}" for major, minor in here)])
     for i, (gpu, runs) in enumerate(zip(driver.gpus, how, strict=True)):
         which = f"GPU {i}, {gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]})"
         if runs is None:
             fitting = ",".join(_visible_name(j) for j, other in enumerate(how) if other)
-            raise CudaUnavailableError(
-                f"the CUDA module has no code for {which}, only {in_words(code)}; "
-                f"./build_llama.sh --cuda --arch {gpu.capability[0]}{gpu.capability[1]} builds it for this GPU, "
+            raise refusal(
+                f"the CUDA module has no code for {which}, only {in_words(code)}; {build} builds it for what is here, "
                 f"CUDA_VISIBLE_DEVICES={fitting or chr(34) * 2} hides it"
             )
         if runs == "ptx" and driver.version < toolkit:
-            raise CudaUnavailableError(
+            raise refusal(
                 f"{its}, but {which} needs the module's PTX, made by CUDA {toolkit[0]}.{toolkit[1]}; update the driver, or "
-                f"./build_llama.sh --cuda --arch {gpu.capability[0]}{gpu.capability[1]} builds machine code for this GPU"
+                f"{build} builds machine code for what is here"
             )
 
 
@@ -234,16 +267,20 @@ def _visible_name(i: int) -> str:
     return named[i].strip() if i < len(named) and named[i].strip() else str(i)
 
 
+def find_library(soname: str, lib_dir: Path) -> Path | None:
+    """Where a CUDA library lies: beside the module, or in an installed `nvidia-*` wheel. None: the loader may know."""
+    folders = [lib_dir, *(path for entry in sys.path for path in sorted(Path(entry, "nvidia").glob("*/lib")))]
+    return next((folder / soname for folder in folders if os.path.isfile(folder / soname)), None)
+
+
 def _load_library(soname: str, lib_dir: Path) -> None:
     """Load a library from beside the module, from an installed `nvidia-*` wheel, or as the system's loader finds it.
 
     Once it is in the process under its soname, the module's own need of it is met.
     """
-    folders = [lib_dir, *(path for entry in sys.path for path in sorted(Path(entry, "nvidia").glob("*/lib")))]
-    found = next((str(folder / soname) for folder in folders if (folder / soname).exists()), soname)
     try:
-        ctypes.CDLL(found)
+        ctypes.CDLL(str(find_library(soname, lib_dir) or soname))
     except OSError as error:
-        raise CudaUnavailableError(
+        raise refusal(
             f"the CUDA module needs {soname}, which cannot be loaded ({error}); pip install 'swarmkv-ll[cuda12]' brings it"
         ) from None

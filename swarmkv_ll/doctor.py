@@ -7,15 +7,17 @@ import os
 import platform
 import resource
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from . import cuda
+from . import cuda, elf
 from .arena import Arena, available_memory
 from .default_model import find_default_model
 from .errors import BinaryFormatError, CudaUnavailableError, SwarmKVError
 from .fatbin import Code, gpu_code
-from .ffi import LIB_DIR, C, ffi, waiting_policy
+from .ffi import LIB_DIR, C, ffi, mapped_files, waiting_policy
 from .limits import default_n_threads
+from .printable import one_line
 from .runtime import STAMP, LlamaGuard, backends, cuda_obstacle, devices
 
 
@@ -43,6 +45,7 @@ def examine() -> dict[str, Any]:
         },
         "cuda": _cuda(),
         "backends": backends(),
+        "backend_files": [os.path.basename(path) for path in mapped_files("libggml-cpu", "libggml-cuda")],
         "devices": [vars(device) for device in devices()],
         "threads": {
             "default": default_n_threads(),
@@ -66,14 +69,17 @@ def examine() -> dict[str, Any]:
 def _cuda() -> dict[str, Any]:
     """The CUDA module: what is in it, the driver and its GPUs, and why it is not used."""
     module = LIB_DIR / cuda.MODULE
-    built, reason = module.exists(), cuda_obstacle()
+    built, reason = os.path.lexists(module), cuda_obstacle()
     code: Code = {}
+    libraries: dict[str, Path | None] = {}
     damage = toolkit = driver = driver_error = None
     if built:
         try:
             code = gpu_code(module)
+            with elf.mapped(module) as data:
+                libraries = {name: cuda.find_library(name, LIB_DIR) for name in elf.needed(data) if "libcu" in name}
         except BinaryFormatError as error:
-            damage = str(error)
+            damage = one_line(error, cuda.LONGEST)
         with suppress(CudaUnavailableError):
             toolkit = cuda.read_info(LIB_DIR)["toolkit"]
     try:
@@ -82,10 +88,11 @@ def _cuda() -> dict[str, Any]:
         driver_error = str(error)
     return {
         "module": str(module) if built else None,
-        "loaded": built and reason is None,
+        "used": built and reason is None,
         "reason": reason,
         "architectures": [{"kind": kind, "architecture": name, "n": n} for (kind, name), n in code.items()],
         "damage": damage,
+        "libraries": {name: None if path is None else str(path) for name, path in libraries.items()},
         "toolkit": toolkit,
         "driver": f"{driver.version[0]}.{driver.version[1]}" if driver else None,
         "driver_error": driver_error,

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,14 @@ _NOTE = struct.Struct("<III")
 _NOBITS, _DT_NULL, _DT_NEEDED, _NT_GNU_BUILD_ID = 8, 0, 1, 3
 
 
+def obstacle(path: str | PathLike[str]) -> str | None:
+    """Why a file is not one to open: it is not there, or not a regular one, which may have no end; None if it is."""
+    try:
+        return None if stat.S_ISREG(os.stat(path).st_mode) else "not a regular file"
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+
+
 @contextmanager
 def mapped(path: str | PathLike[str]) -> Iterator[mmap.mmap]:
     """A file's bytes, mapped and not read; every error in the block names the file.
@@ -28,13 +38,18 @@ def mapped(path: str | PathLike[str]) -> Iterator[mmap.mmap]:
     Raises
     ------
     BinaryFormatError
-        The file cannot be opened, or is empty; or what the block raised.
+        The file cannot be opened, is not a regular one, or is empty; or what the block raised.
     """
+    if why := obstacle(path):
+        raise BinaryFormatError(why, path=str(path))
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield data
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
-        raise BinaryFormatError(getattr(error, "strerror", None) or str(error), path=str(path)) from None
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:  # it cannot be mapped
+                raise BinaryFormatError("the file is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                yield data
+    except OSError as error:
+        raise BinaryFormatError(error.strerror or str(error), path=str(path)) from None
     except BinaryFormatError as error:
         raise BinaryFormatError(error.message, error.offset, path=str(path)) from None
 
@@ -116,7 +131,7 @@ def needed(data: Data) -> list[str]:
                 name, end, _ = data[names_at + value : min(names_at + value + 256, names_at + names_size)].partition(
                     b"\0"
                 )
-                if not end or not name.isascii():
+                if not end or not name.isascii() or not name.decode().isprintable():
                     raise BinaryFormatError(
                         f"the needed library's name at offset {value} of .dynstr is damaged", offset
                     )

@@ -21,6 +21,7 @@ from os import PathLike
 
 from .elf import Data, mapped, sections
 from .errors import BinaryFormatError
+from .printable import one_line
 
 MAGIC = 0xBA55ED50
 SECTIONS = (".nv_fatbin", "__nv_relfatbin")
@@ -108,14 +109,14 @@ def _read_entry(data: Data, at: int, stop: int, found: Counter[tuple[str, str]])
 
 def main(arguments: list[str]) -> int:
     """The command: lines as `elf 61 144`, or one line on standard error and 2."""
-    if len(arguments) != 1:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m swarmkv_ll.fatbin FILE", file=sys.stderr)
         return 2
     try:
         for (kind, architecture), n in gpu_code(arguments[0]).items():
             print(kind, architecture, n)
     except BinaryFormatError as error:
-        print(error, file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
         return 2
     return 0
 

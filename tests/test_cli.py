@@ -151,7 +151,7 @@ def test_doctor(files: Path) -> None:
     assert "CPU" in found["backends"]
     assert found["devices"][0]["name"] == "CPU"
     assert found["engine"]["stamp"].startswith(found["engine"]["commit"][:7])
-    assert {"module", "loaded", "reason", "architectures", "toolkit", "driver", "gpus"} <= set(found["cuda"])
+    assert {"module", "used", "reason", "architectures", "libraries", "toolkit", "driver", "gpus"} <= set(found["cuda"])
     assert {"pinned", "pin_error", "lock_limit", "huge_pages", "huge_page_share"} <= set(found["memory"])
     text = run(files, "doctor").stdout
     for word in ("stamp", "library", "device", "page locking", "huge pages", "lock limit", "model", "CUDA", "threads"):

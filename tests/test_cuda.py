@@ -7,6 +7,7 @@ GPU code in them (`data/make.sh`) and a backend that notes its start and offers 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from ctypes import CDLL
@@ -160,7 +161,7 @@ class Machine:
         lines, found = self.decode(**how)
         assert len(lines) == 1, lines
         assert lines[0] == f"CUDA is not used, the CPU is: {found['reason']}"
-        assert not found["loaded"]
+        assert not found["used"]
         for word in words:
             assert word in lines[0]
         return found
@@ -221,7 +222,7 @@ def test_without_a_module_nothing_is_said(machine: Machine) -> None:
     machine.module.unlink()
     lines, found = machine.decode()
     assert lines == []
-    assert (found["module"], found["loaded"], found["reason"]) == (None, False, None)
+    assert (found["module"], found["used"], found["reason"]) == (None, False, None)
     assert found["gpus"][0]["name"] == "NVIDIA GeForce GTX 1080"
 
 
@@ -237,6 +238,30 @@ def test_hidden_gpus_are_no_warning(machine: Machine, hidden: str) -> None:
         env=machine.env("", CUDA_VISIBLE_DEVICES=hidden),
     )
     assert f"INFO:swarmkv_ll:CUDA is not used, the CPU is: {found['reason']}" in done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("chosen", ["-1,0", "none", "99", "\x1b[2J" * 1000])
+@pytest.mark.parametrize("init", [0, 100])
+def test_a_choice_that_leaves_no_gpu_is_no_warning(machine: Machine, chosen: str, init: int) -> None:
+    """What the variable means is the driver's to say; it is named."""
+    lines, found = machine.decode(gpus="", init=init, CUDA_VISIBLE_DEVICES=chosen)
+    assert lines == []
+    says = (
+        "the NVIDIA driver's cuInit gives error 100 (CUDA_ERROR_NO_DEVICE)"
+        if init
+        else "the NVIDIA driver shows no GPU"
+    )
+    assert found["reason"].startswith(
+        f"{says}, with CUDA_VISIBLE_DEVICES='{chosen[:5] if chosen.isprintable() else ''}"
+    )
+    assert found["reason"] == found["driver_error"]
+    assert found["reason"].isprintable()
+    assert len(found["reason"]) < 300
+    assert not machine.started
+
+
+def test_an_error_with_a_choice_is_still_a_warning(machine: Machine) -> None:
+    machine.reason("gives error 803", init=803, CUDA_VISIBLE_DEVICES="0")
 
 
 def has_driver() -> bool:
@@ -291,6 +316,35 @@ def test_a_driver_without_a_gpu(machine: Machine) -> None:
     assert not machine.started
 
 
+@pytest.mark.parametrize("gpus", ["-.1 A", "0.1 A", "6.: A", "6.- A"])
+def test_a_compute_capability_that_cannot_be(machine: Machine, gpus: str) -> None:
+    found = machine.reason(
+        "libcuda.so.1 is not NVIDIA's driver (compute capability ", "of GPU 1)", gpus=f"6.1 A;{gpus}"
+    )
+    assert not machine.started
+    assert found["gpus"] == []
+
+
+@pytest.mark.parametrize("n", [-5, 2_000_000_000])
+def test_a_number_of_gpus_that_cannot_be(machine: Machine, n: int) -> None:
+    machine.driver.unlink()
+    compile_library(machine.driver, DRIVER.replace("for (*n = 0; gpu(*n); ++*n) {}", f"*n = {n};"))
+    machine.reason(f"libcuda.so.1 is not NVIDIA's driver (version 12040, {n} GPUs)")
+
+
+def test_texts_of_others_stay_on_one_line(machine: Machine) -> None:
+    """And are shown in brief: a GPU's name, a stamp, a build id."""
+    found = machine.reason("GPU 0, a b\ufffd[31m", gpus="5.2 a\nb\x1b[31m" + "c" * 200)
+    assert found["reason"].isprintable()
+    assert found["gpus"][0]["name"].isprintable()
+    for key in ("stamp", "build_id"):
+        machine.write_info(**{key: "a\nb\x1b[2J\ud800" + "x" * 100_000})
+        found = machine.reason("a b\ufffd[2J\ufffdxxx")
+        assert found["reason"].isprintable()
+        assert len(found["reason"]) < 500
+    assert not machine.started
+
+
 def test_a_driver_that_is_too_old(machine: Machine) -> None:
     words = "the NVIDIA driver supports CUDA 11.8, the module needs 12.0 or newer; update the driver"
     machine.reason(words, version=11080)
@@ -306,7 +360,7 @@ def test_a_gpu_that_is_too_old(machine: Machine) -> None:
     found = machine.reason(
         "the CUDA module has no code for GPU 0, NVIDIA GeForce GTX 980 (compute capability 5.2)",
         "only sm_61 ×2, sm_90a ×1, compute_61 ×1, compute_90a ×1",
-        "./build_llama.sh --cuda --arch 52 builds it for this GPU",
+        "./build_llama.sh --cuda --arch 52 builds it for what is here",
         'CUDA_VISIBLE_DEVICES="" hides it',
         gpus="5.2 NVIDIA GeForce GTX 980",
     )
@@ -382,7 +436,21 @@ def test_a_module_that_was_put_there_by_hand(machine: Machine, parts: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '"', "null", '{"stamp": 1, "build_id": "", "toolkit": "12.4"}', "\0", "[" * 100000]
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '"',
+        '"text"',
+        "null",
+        "NaN",
+        "1" * 5000,
+        '{"stamp": ' * 100000,
+        '{"stamp": 1, "build_id": "", "toolkit": "12.4"}',
+        "\0",
+        "[" * 100000,
+    ],
 )
 def test_a_damaged_note_beside_it(tmp_path: Path, text: str) -> None:
     (tmp_path / cuda.INFO).write_text(text)
@@ -390,11 +458,74 @@ def test_a_damaged_note_beside_it(tmp_path: Path, text: str) -> None:
         cuda.read_info(tmp_path)
 
 
-@pytest.mark.parametrize("toolkit", [None, 12, "", "12", "x.y", [12, 4]])
+@pytest.mark.parametrize(
+    "toolkit",
+    [
+        *(
+            None,
+            12,
+            12.4,
+            "",
+            "12",
+            "x.y",
+            [12, 4],
+            "-12.4",
+            "12.-4",
+            " 12 . 4 \n",
+            "12.4\n",
+            "12.4.1_3",
+            "١٢.٤",
+            "0.4",
+        ),
+        *("999999999999999999.4", "1" * 5000 + ".4", "12.400", "12.4.131\x1b[2J", "12.4" + ".1" * 1000),
+    ],
+)
 def test_a_damaged_toolkit_in_it(tmp_path: Path, toolkit: object) -> None:
     (tmp_path / cuda.INFO).write_text(json.dumps({"stamp": "a", "build_id": "b", "toolkit": toolkit}))
     with pytest.raises(CudaUnavailableError, match="is damaged"):
         cuda.read_info(tmp_path)
+
+
+def place(path: Path, what: str) -> None:
+    """Put something there that is not a file to read."""
+    path.unlink()
+    match what:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "link to nowhere":
+            path.symlink_to("nowhere")
+        case "link to itself":
+            path.symlink_to(path.name)
+
+
+WHATS = ["folder", "pipe", "device", "link to nowhere", "link to itself"]
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_no_file_where_the_module_should_be(machine: Machine, what: str) -> None:
+    place(machine.module, what)
+    found = machine.reason("the CUDA module is damaged", str(machine.module), "builds it again")
+    assert (found["module"], found["used"]) == (str(machine.module), False)
+    assert found["damage"] in found["reason"]
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_no_file_where_the_note_should_be(machine: Machine, what: str) -> None:
+    place(machine.lib / cuda.INFO, what)
+    found = machine.reason(f"{machine.lib / cuda.INFO} is damaged (", "builds it again")
+    assert found["toolkit"] is None
+    assert not machine.started
+
+
+def test_a_pipe_where_a_library_could_be(machine: Machine) -> None:
+    """It is passed over."""
+    os.mkfifo(machine.lib / machine.cublas.name)
+    machine.reason("the CUDA module found no GPU")
+    assert machine.started
 
 
 def test_a_damaged_module(machine: Machine) -> None:
@@ -443,7 +574,7 @@ def doctor(machine: Machine, gpus: str, **how: Any) -> str:
 def test_the_doctor_tells_it(machine: Machine) -> None:
     text = doctor(machine, "6.1 NVIDIA GeForce GTX 1080;7.5 NVIDIA T4;5.2 NVIDIA GeForce GTX 980")
     assert "sm_61 ×2, sm_90a ×1, compute_61 ×1, compute_90a ×1, by toolkit 12.4.131\n" in text
-    assert "not loaded: the CUDA module has no code for GPU 2" in text
+    assert "not used: the CUDA module has no code for GPU 2" in text
     assert "for CUDA 12.4\n" in text
     assert "NVIDIA GeForce GTX 1080, compute capability 6.1: the module has code for it\n" in text
     assert "NVIDIA T4, compute capability 7.5: runs the module's PTX\n" in text
@@ -451,6 +582,11 @@ def test_the_doctor_tells_it(machine: Machine) -> None:
 
 
 def test_the_doctor_without_a_module_or_with_a_damaged_one(machine: Machine) -> None:
+    place(machine.module, "link to nowhere")
+    text = doctor(machine, "6.1 NVIDIA GeForce GTX 1080")
+    assert "NVIDIA GeForce GTX 1080, compute capability 6.1: the module could not be read\n" in text
+    assert "not used: the CUDA module is damaged" in text
+    machine.module.unlink()
     machine.module.write_bytes(b"damaged")
     text = doctor(machine, "", init=100)
     assert f"{machine.module}: not an ELF file, begins with 64616d61 (at offset 0)" in text
@@ -545,6 +681,47 @@ def test_the_users_own_backend_is_loaded(machine: Machine, parts: Path) -> None:
     assert loaded(machine, GGML_BACKEND_PATH=str(own)) == ["libggml-cpu.so", "own.so"]
     assert machine.started
     assert loaded(machine, GGML_BACKEND_PATH="/nowhere.so") == ["libggml-cpu.so"]
+
+
+def own_backend(machine: Machine, path: str, **how: Any) -> list[str]:
+    """Lines on standard error after a start with `GGML_BACKEND_PATH`, but the one about CUDA."""
+    code = "from swarmkv_ll import runtime; assert runtime.backends() == ['CPU'], runtime.backends()"
+    env = machine.env(how.pop("gpus", ""), **how, GGML_BACKEND_PATH=path)
+    done = run_python(code, package=machine.folder, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if not line.startswith("CUDA is not used")]
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_no_file_where_the_users_own_backend_should_be(machine: Machine, what: str) -> None:
+    own = machine.folder / "own.so"
+    own.touch()
+    place(own, what)
+    (line,) = own_backend(machine, str(own))
+    assert line.startswith(f"GGML_BACKEND_PATH={own} is not used: ")
+
+
+def test_the_users_own_backend_cannot_be_loaded(machine: Machine) -> None:
+    own = machine.folder / "own.so"
+    own.write_bytes(b"no library, a long one" * 100)
+    (line,) = own_backend(machine, str(own))
+    assert line.startswith(f"GGML_BACKEND_PATH={own} is not used: failed to load {own}: ")
+    assert "invalid ELF header" in line
+    (line,) = own_backend(machine, "nowhere\n\x1b[2J.so")
+    assert line.startswith("GGML_BACKEND_PATH=nowhere \ufffd[2J.so is not used: ")
+    (line,) = own_backend(machine, "/" + "x" * 5000)
+    assert "File name too long" in line
+    assert len(line) <= 1000
+
+
+def test_a_refused_module_is_not_loaded_as_the_users_own(machine: Machine) -> None:
+    link = machine.folder / "link.so"
+    link.symlink_to(machine.module)
+    folders = f"{machine.libraries}:{machine.lib}"
+    for path in (machine.module, link, cuda.MODULE):
+        (line,) = own_backend(machine, str(path), gpus="5.2 NVIDIA GeForce GTX 980", LD_LIBRARY_PATH=folders)
+        assert line == f"GGML_BACKEND_PATH={path} is not used: it is the CUDA module, which may not be loaded here"
+    assert not machine.started
 
 
 @pytest.mark.skipif(not (LIB_DIR / cuda.MODULE).exists(), reason="no CUDA module was built here")

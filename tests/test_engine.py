@@ -8,9 +8,11 @@ import logging
 import os
 import re
 import shutil
+import subprocess
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import CUDA_FILES, Files, run_ok, run_python
@@ -255,7 +257,7 @@ def test_goes_where_logging_sends_it(files: Files, tmp_path: Path) -> None:
     )
     lines = done.stderr.splitlines()
     assert len(lines) > 20
-    assert all(re.match(r"(DEBUG|INFO|WARNING|ERROR):swarmkv_ll\.llama:", line) for line in lines)
+    assert all(re.match(r"(DEBUG|INFO|WARNING|ERROR):swarmkv_ll(\.llama)?:", line) for line in lines)
     assert any(line.startswith("ERROR:") for line in lines)
     assert any(line.startswith("INFO:") for line in lines)
 
@@ -268,6 +270,111 @@ def test_levels_are_respected(files: Files, caplog: pytest.LogCaptureFixture) ->
         swarmkv_ll.Model(files["llama"])
     assert any("general.architecture" in record.message for record in caplog.records)
     assert {record.levelno for record in caplog.records} <= {logging.INFO, logging.WARNING}
+
+
+HANDLER = """
+    import logging, sys
+    from swarmkv_ll import Arena, Model, runtime
+    from swarmkv_ll.errors import ModelLoadError
+
+    class Handler(logging.Handler):
+        n = 0
+        def emit(self, record):
+            self.n += 1
+            self.answer(record)
+
+    handler = Handler()
+    logging.getLogger("swarmkv_ll").addHandler(handler)
+    logging.getLogger("swarmkv_ll.llama").setLevel(logging.DEBUG)
+"""
+
+
+def with_handler(code: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run code with a log handler whose answer to a record is the code's to choose."""
+    done = run_python(textwrap.dedent(HANDLER) + textwrap.dedent(code), *args, timeout=60, **options)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_handler_may_ask_the_library() -> None:
+    """During the start too, in this thread or in another."""
+    done = with_handler(
+        """
+        import threading
+        def ask(record):
+            assert "CPU" in runtime.backends()
+            thread = threading.Thread(target=runtime.devices)
+            thread.start()
+            thread.join()
+        handler.answer = ask
+        runtime.start()
+        print(handler.n > 0)
+        """
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_a_handler_that_raises_is_shown_and_stops_nothing(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF broken")
+    done = with_handler(
+        """
+        def fail(record):
+            raise OSError("no room")
+        handler.answer = fail
+        runtime.start()
+        assert handler.n > 0
+        with Model(sys.argv[1]) as model, model.context(64) as ctx, Arena(8 << 20):
+            ctx.decode([1, 2, 3])
+        try:
+            Model(sys.argv[2])
+        except ModelLoadError as error:
+            assert "broken.gguf" in str(error), error
+            print("done", handler.n)
+        """,
+        files["llama"],
+        tmp_path / "broken.gguf",
+    )
+    word, n = done.stdout.split()
+    assert word == "done"
+    assert done.stderr.count("OSError: no room\n") == int(n)
+
+
+def test_a_handler_that_interrupts(files: Files) -> None:
+    """It ends the call; the engine is started, its log in order, and the next call works."""
+    done = with_handler(
+        """
+        def interrupt(record):
+            raise KeyboardInterrupt
+        handler.answer = interrupt
+        try:
+            runtime.start()
+        except KeyboardInterrupt:
+            seen = []
+            handler.answer = lambda record: seen.append(record.getMessage())
+            runtime.start()
+            assert not seen
+            Model(sys.argv[1]).close()
+            assert any("general.architecture" in line for line in seen)
+            print("done")
+        """,
+        files["llama"],
+    )
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+def test_a_handler_that_asks_of_an_engine_that_cannot_start(package: Path) -> None:
+    """Each answer asks again: that ends, as every endless recursion does."""
+    spoil_backends(package)
+    with_handler(
+        """
+        handler.answer = lambda record: runtime.backends()
+        try:
+            runtime.start()
+        except RecursionError:
+            pass
+        """,
+        package=package,
+    )
 
 
 # ── how OpenMP's threads wait ────────────────────────────────────────────────────────────────────────

@@ -114,11 +114,18 @@ def test_the_command(tmp_path: Path) -> None:
     home = Path(elf.__file__).parent.parent
     done = subprocess.run([*command, str(BARE)], cwd=home, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("elf 61 2\nelf 90a 1\nptx 61 1\nptx 90a 1\n", "")
-    for wrong in (tmp_path / "absent", tmp_path, write(tmp_path / "damaged", BARE.read_bytes()[:-1])):
-        done = subprocess.run([*command, str(wrong)], cwd=home, capture_output=True, text=True, check=False)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("link")
+    damaged = write(tmp_path / "damaged", BARE.read_bytes()[:-1])
+    for wrong in (tmp_path / "absent", tmp_path, tmp_path / "pipe", tmp_path / "link", Path("/dev/zero"), damaged):
+        done = subprocess.run([*command, str(wrong)], cwd=home, capture_output=True, text=True, check=False, timeout=60)
         assert (done.returncode, done.stdout) == (2, "")
         assert len(done.stderr.splitlines()) == 1
         assert str(wrong) in done.stderr
+    wrong = write(tmp_path / "a\nb\x1b[2J", b"damaged")
+    done = subprocess.run([*command, str(wrong)], cwd=home, capture_output=True, text=True, check=False)
+    assert "a b\ufffd[2J: not an ELF file" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_it_needs_nothing_installed() -> None:
@@ -290,6 +297,22 @@ def test_build_id_and_needs(tmp_path: Path) -> None:
     with elf.mapped(shared_library(tmp_path, BARE, options=("-Wl,--build-id=none",))) as data:
         assert elf.build_id(data) is None
         assert elf.needed(data) == []
+
+
+@needs_gcc
+@pytest.mark.parametrize("byte", [b"\n", b"\x1b", b"\xff"])
+def test_a_needed_name_that_is_none(tmp_path: Path, byte: bytes) -> None:
+    path = shared_library(tmp_path, BARE, options=("-Wl,--no-as-needed", "-lc"))
+    data = path.read_bytes().replace(b"libc.so.6", b"lib" + byte + b".so.6")
+    with pytest.raises(BinaryFormatError, match=r"the needed library's name at offset .* is damaged"):
+        elf.needed(data)
+
+
+def test_an_error_of_what_is_done_with_a_file_is_not_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="another"), elf.mapped(BARE):
+        raise ValueError("another")
+    with pytest.raises(BinaryFormatError, match="empty: the file is empty"), elf.mapped(write(tmp_path / "empty", b"")):
+        pass
 
 
 @needs_gcc
