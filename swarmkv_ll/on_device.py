@@ -7,7 +7,8 @@ cannot do aborts the process, or gives other values, silently. So all of it is r
 - reading back a state that a later one of the same sequence has overwritten: another size aborts, the same size is taken;
 - K or V of a quantized type: blocks are counted as if they were values, so that only a part is copied;
 - as many bytes as the last time in other runs of cells: they go into the memory of the last time, and abort if they need
-  more padding than those did;
+  more padding than those did. This is decided for each device by itself: one that holds windowed layers only holds as
+  many bytes each time;
 - memory that is not there: the allocation is not looked at.
 """
 
@@ -23,6 +24,8 @@ import numpy.typing as npt
 
 from . import runtime, state
 from .arena import available_memory
+from .blob import GGML_TYPES
+from .blob.layout import CELL_EXTENSION_BYTES
 from .context import Context
 from .errors import (
     ClosedError,
@@ -36,10 +39,16 @@ from .errors import (
 )
 from .ffi import C, ffi
 from .identity import Compatibility, Identity, Reason
-from .limits import KV_TYPES, head_dim
+from .limits import KV_TYPES
 from .model import Tokens
 from .outputs import Logits
 from .snapshot import Restored, Snapshot, checked_tokens
+
+_BESIDE = 4 << 20
+"""Bytes of host memory that the engine and Python may take between our looking and the engine's allocation."""
+
+_HELD_ERROR = 16_000
+"""Bytes that `Context.kv_memory` may be off by for a device: three caches, each told to a hundredth of a MiB."""
 
 _FLAGS = C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 
@@ -50,6 +59,7 @@ class _Kept:
 
     number: int
     n_bytes: int | None  # None: not known, since a Ctrl-C
+    cells: tuple[int, int] | None  # of the first cache, and what grows with those of the others; None: not known
     runs: tuple[int, ...] | None  # lengths of the runs of cells; None: not known
 
 
@@ -129,9 +139,9 @@ class DeviceSnapshot:
                 logits.flags.writeable = False
             meta = np.empty(int(C.llama_state_seq_get_size_ext(pointer, seq, _FLAGS)), np.uint8)
             n_bytes = ctx.state_size(seq) - len(meta)
-            kept = _prepared(ctx, seq, n_bytes)
+            kept = _prepared(ctx, seq, n_bytes, len(meta))
             # What was there before is gone from here on, whatever happens.
-            ctx._on_device[seq] = replace(kept, n_bytes=None, runs=None)
+            ctx._on_device[seq] = replace(kept, n_bytes=None, cells=None, runs=None)
             with runtime.engine_log() as log:
                 data = ffi.from_buffer("uint8_t[]", meta)
                 written = C.llama_state_seq_get_data_ext(pointer, data, len(meta), seq, _FLAGS)
@@ -153,14 +163,17 @@ class DeviceSnapshot:
         return bool(self.ctx._on_device[self.seq].number == self._number)
 
     def can_restore(self, ctx: Context, seq: int | None = None) -> Compatibility:
-        """What is against a `restore` with the same arguments. Changes nothing."""
+        """What is against a `restore` with the same arguments. Changes nothing.
+
+        Not seen is whether the smaller cache of a sliding window (without `swa_full`) has room: see `restore`.
+        """
         if not isinstance(ctx, Context):
             raise InvalidArgumentError(f"expected Context, got {type(ctx).__name__}")
         with ctx._looking():
             self._check_held()
             if ctx is not self.ctx:
                 hint = "ctx.snapshot(arena) takes one that goes elsewhere"
-                return Compatibility((Reason("context", f"the one it was taken of, {self.ctx!r}", repr(ctx), hint),))
+                return Compatibility((Reason("context", "the one it was taken of", "another", hint),))
             if not self._is_last():
                 last = ctx._on_device[self.seq].number
                 name = f"device snapshot of sequence {self.seq}"
@@ -174,7 +187,7 @@ class DeviceSnapshot:
             return Compatibility(tuple(reasons))
 
     def restore(self, ctx: Context, seq: int | None = None) -> Restored:
-        """Put the state into sequence `seq` of the context it was taken of, in place of what that held.
+        """Put the state, all of it, into sequence `seq` of the context it was taken of, in place of what that held.
 
         Parameters
         ----------
@@ -193,7 +206,8 @@ class DeviceSnapshot:
         ClosedError
             Released, or the context is closed.
         SnapshotError
-            The engine refused it all the same: the sequence is empty, others are as they were.
+            The engine refused it all the same: the sequence is empty, others are as they were. It does where the cache
+            of a sliding window is full of cells that sequences share: which of them it still has, it does not tell.
         """
         if not isinstance(ctx, Context):
             raise InvalidArgumentError(f"expected Context, got {type(ctx).__name__}")
@@ -236,7 +250,7 @@ class DeviceSnapshot:
 
     def __getattr__(self, name: str) -> NoReturn:
         """What only a `Snapshot` has is refused by name."""
-        if not name.startswith("_") and hasattr(Snapshot, name):
+        if name == "lease" or (not name.startswith("_") and hasattr(Snapshot, name)):
             raise NotOnDeviceError(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -265,21 +279,40 @@ def _check_kind(ctx: Context) -> None:
         )
 
 
-def _prepared(ctx: Context, seq: int, n_bytes: int) -> _Kept:
-    """What the engine will keep of a sequence once it has copied `n_bytes` of it, for which there is room."""
-    before = ctx._on_device.get(seq, _Kept(0, 0, None))
+def _prepared(ctx: Context, seq: int, n_bytes: int, n_meta: int) -> _Kept:
+    """What the engine will keep of a sequence once it has copied `n_bytes` of it, for which there is room.
+
+    `n_meta` are the bytes beside them: so many for each cell of any cache, and others that are always as many.
+    """
+    before = ctx._on_device.get(seq, _Kept(0, 0, (0, 0), ()))
+    kinds, n_cells = ctx.model.capabilities, 0
     runs: tuple[int, ...] | None = ()  # a recurrent state is always in one piece
     if ctx._cells:
-        known = ctx._cells.exact and not ctx.model.capabilities.sliding_window  # whose second cache is not counted
-        runs = ctx._cells.runs(seq) if known else None
-    if before.n_bytes != n_bytes:
-        _check_memory(ctx, n_bytes, len(runs) if runs is not None else ctx.position(seq))
-    if before.n_bytes in (None, n_bytes) and (runs is None or runs != before.runs) and not _unpadded(ctx):
+        known = ctx._cells.exact and not kinds.sliding_window  # whose second cache is not counted
+        runs, n_cells = ctx._cells.runs(seq) if known else None, len(ctx._cells.positions(seq))
+    cell_bytes = 12 + CELL_EXTENSION_BYTES * kinds.cell_extensions
+    now = _Kept(before.number + 1, n_bytes, (n_cells, n_meta - cell_bytes * n_cells), runs)
+    if before.cells != now.cells:
+        _check_memory(ctx, n_bytes, n_cells, len(runs) if runs is not None else n_cells)
+    if (runs is None or runs != before.runs) and (reason := _uses_again(ctx, before, now)) and not _unpadded(ctx):
+        hint = "decode a token more or less, or " * (before.n_bytes == n_bytes)
         raise SnapshotError(
-            f"sequence {seq} holds as many bytes as when it was last kept on the device, {n_bytes:,}, in other pieces, "
-            "and may need more padding than there is room for: decode a token more or less, or use an arena"
+            f"sequence {seq} {reason}, in other pieces, and may need more padding than there is room for: {hint}use an arena"
         )
-    return _Kept(before.number + 1, n_bytes, runs)
+    return now
+
+
+def _uses_again(ctx: Context, before: _Kept, now: _Kept) -> str:
+    """Why the engine may use its memory of the last time: it does where a device then held as many bytes. Or nothing."""
+    if before.n_bytes is None or before.cells is None or now.cells is None:
+        return "may hold as many bytes as when it was last kept on the device"
+    if before.n_bytes == now.n_bytes:
+        return f"holds as many bytes as when it was last kept on the device, {now.n_bytes:,}"
+    # More cells in both caches are more bytes wherever a part of either lies, and fewer are fewer.
+    change = {int(np.sign(b - a)) for a, b in zip(before.cells, now.cells, strict=True)}
+    if len(ctx.kv_memory) > 1 and ctx.model.capabilities.sliding_window and change not in ({1}, {-1}):
+        return f"may hold as many bytes as when it was last kept on one of {', '.join(ctx.kv_memory)}"
+    return ""
 
 
 def _unpadded(ctx: Context) -> bool:
@@ -294,19 +327,36 @@ def _alignment() -> int:
     return max(int(C.ggml_backend_buft_get_alignment(C.ggml_backend_dev_buffer_type(device))) for device in devices)
 
 
-def _check_memory(ctx: Context, n_bytes: int, n_runs: int) -> None:
-    """See to it that the engine's allocation will succeed, by making one like it on each GPU that holds KV."""
-    n_rows = 1 + (ctx.model.n_head_kv * head_dim(ctx.model, "value_length") if ctx.v_transposed else 1)
-    padding = _alignment() * ctx.model.n_layer * (n_runs * n_rows + 3)
+def _most_on(ctx: Context, held: int, n_bytes: int, n_cells: int) -> int:
+    """The most bytes that a state of `n_bytes` has on a device which holds `held` bytes of the caches."""
+    if len(ctx.kv_memory) == 1:
+        return n_bytes
+    whole = held + _HELD_ERROR
+    if ctx.model.capabilities.attention_only:  # else a small part of one cache and all of another can be here
+        whole = -(-whole * n_cells // ctx.n_ctx)
+    return min(n_bytes, whole)
+
+
+def _check_memory(ctx: Context, n_bytes: int, n_cells: int, n_runs: int) -> None:
+    """See to it that the engine's allocation will succeed, by making one like it on each device that holds KV."""
+    n_pieces = ctx.model.n_layer * (2 * n_runs + 3)  # runs of K and V; R, S and the like of a recurrent layer
+    if ctx.v_transposed and n_cells:
+        # A run of V is a piece for each value of a row, and layers differ in those: no more than all bytes are V's.
+        value_bytes = GGML_TYPES[KV_TYPES[ctx.type_v]].n_bytes
+        n_pieces += -(-n_bytes * n_runs // (value_bytes * n_cells))
+    padding = _alignment() * n_pieces
     for name, held in ctx.kv_memory.items():
-        required = -(-n_bytes * held // max(1, sum(ctx.kv_memory.values()))) + padding
+        required = _most_on(ctx, held, n_bytes, n_cells) + padding
         device = C.ggml_backend_dev_by_name(name.encode())
-        if C.ggml_backend_dev_type(device) == C.GGML_BACKEND_DEVICE_TYPE_CPU:
+        on_host = C.ggml_backend_dev_type(device) == C.GGML_BACKEND_DEVICE_TYPE_CPU
+        if on_host:
+            required += _BESIDE
             if required > (available := available_memory()):
                 raise HostMemoryError(required, available)
-            continue
         with runtime.engine_log():
             buffer = C.ggml_backend_buft_alloc_buffer(C.ggml_backend_dev_buffer_type(device), required)
+        if buffer == ffi.NULL and on_host:
+            raise HostMemoryError(required, available_memory())
         if buffer == ffi.NULL:
             free, total = ffi.new("size_t *"), ffi.new("size_t *")
             C.ggml_backend_dev_memory(device, free, total)

@@ -356,6 +356,8 @@ class Snapshot:
             Refused before the engine saw anything; the context is as it was.
         SnapshotError
             The engine refused it all the same: what was to be replaced is empty, other sequences are as they were.
+            It does where the smaller cache of a sliding window (without `swa_full`) is full of cells that sequences share:
+            which of them it still has, it does not tell, so that `can_restore` says yes.
 
         Notes
         -----

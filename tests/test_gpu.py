@@ -13,6 +13,7 @@ from pathlib import Path
 import fake_gpu
 import numpy as np
 import pytest
+import tiny_models
 from fake_gpu import Call, out_of_order
 from helpers import BRANCH, HYBRID, KINDS, TOKENS, Files, Models, all_logits, new_context, run_ok
 from test_on_device import HISTORY
@@ -215,6 +216,80 @@ def test_too_little_device_memory_is_an_error_and_all_goes_on(run: Run, files: F
                 assert again.valid
         """
     )
+
+
+@pytest.mark.parametrize("options", [{"flash_attn": True}, {"flash_attn": False}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "n_gpu_layers"),
+    [("llama", 3), ("gemma2", 4), ("jamba", -1), ("jamba of 3 layers", 2), ("uneven", 2), ("hybrid-swa", 3)],
+)
+def test_no_amount_of_device_memory_aborts(
+    run: Run, files: Files, kind: str, n_gpu_layers: int, options: dict[str, bool]
+) -> None:
+    """Layers of many kinds on one device or two: refused, until there is enough of what the engine needs there."""
+    path = files.folder / f"{kind}.gguf"
+    if kind == "jamba of 3 layers":  # the last, a recurrent one, alone on the device
+        tiny_models.write_jamba(path, n_layer=3)
+    else:
+        path = files[kind]
+    run(
+        f"""
+        with Model("{path}", n_gpu_layers={n_gpu_layers}) as model:
+            for n in (40, 65):
+                with new_context(model, 8192, **{options}) as ctx:
+                    ctx.decode(TOKENS[:n])
+                    n_refused, room = 0, 0
+                    while True:
+                        gpu.memory(gpu.used() + room)
+                        try:
+                            snapshot = ctx.snapshot(where="device")
+                            break
+                        except errors.DeviceMemoryError:
+                            n_refused, room = n_refused + 1, room + 512
+                    assert n_refused
+                    gpu.memory(1 << 30)
+                    assert snapshot.restore(ctx) == n
+        """
+    )
+
+
+def test_one_of_two_devices_holds_as_many_bytes_in_other_pieces(run: Run, files: Files) -> None:
+    """A window's layers alone in host memory: as many bytes whatever the sequence's length, and more padding."""
+    before = """
+        def scattered(model, n):
+            ctx = new_context(model, n_seq_max=2, swa_full=False, flash_attn=False)
+            ctx.decode(TOKENS[:n])
+            first = ctx.snapshot(where="device")
+            ctx.clear()
+            for _ in range(n // 2):
+                ctx.decode([1, 2], seq=0)
+                ctx.decode([2], seq=1)
+            for _ in range(3):
+                ctx.decode([1], seq=0)
+                ctx.decode([1], seq=1)
+            return ctx, first
+    """
+    code = """
+        for n_gpu_layers, aborts in ((-1, False), (2, True), (3, True), (4, True)):
+            with Model(files["gemma2"], n_gpu_layers=n_gpu_layers) as model:
+                ctx, first = scattered(model, 90)
+                with ctx:
+                    if aborts:
+                        refused(errors.SnapshotError, lambda: ctx.snapshot(where="device"), "in other pieces",
+                                "as when it was last kept on one of ", ": use an arena")
+                        assert first.valid and first.restore(ctx) == 90
+                    else:
+                        assert ctx.snapshot(where="device").restore(ctx, 1) == 93
+        with Model(files["gemma2"], n_gpu_layers=4) as model:
+            ctx, first = scattered(model, 20)  # within the window, more in both caches: more wherever they lie
+            with ctx:
+                assert ctx.snapshot(where="device").restore(ctx, 1) == 23
+        with Model(files["llama"], n_gpu_layers=3) as model:  # no window: more on each
+            ctx, first = scattered(model, 90)
+            with ctx:
+                assert ctx.snapshot(where="device").restore(ctx, 1) == 93
+    """
+    run(textwrap.dedent(before) + textwrap.dedent(code))
 
 
 # ── the same answers ─────────────────────────────────────────────────────────────────────────────────

@@ -318,7 +318,7 @@ def test_another_context(llama: Model, ctx: Context) -> None:
         other.decode(BRANCH)
         found = snapshot.can_restore(other)  # that restore asks it, is tested where the engine may abort
         assert [reason.field for reason in found.reasons] == ["context"]
-        assert "should be the one it was taken of, <Context n_ctx=512 n_seq_max=3 " in str(found)
+        assert "context should be the one it was taken of, is another" in str(found)
 
 
 def test_arguments(ctx: Context, arena: Arena) -> None:
@@ -420,6 +420,23 @@ def test_windows_are_as_wide_as_before(models: Models) -> None:
         snapshot.restore(ctx)
         assert np.abs(all_logits(ctx, BRANCH) - truth).max() < 0.05
         assert snapshot.restore(ctx, 1) == 200
+
+
+def test_a_window_full_of_shared_cells(models: Models, arena: Arena) -> None:
+    """The engine alone knows that: it refuses, of host and device alike, and nothing but the target is lost."""
+    with new_context(models[SLIDING], 1024, n_seq_max=3, swa_full=False) as ctx:
+        ctx.decode(text_tokens(100))
+        with ctx.snapshot(arena) as host, ctx.snapshot(where="device") as device:
+            ctx.clear()
+            ctx.decode(text_tokens(240))
+            ctx.copy_sequence(0, 1)
+            for snapshot in (host, device):
+                with pytest.raises(SnapshotError, match="the engine read 0 of"):
+                    snapshot.restore(ctx, 2)
+                assert [ctx.position(seq) for seq in range(3)] == [240, 240, 0]
+            ctx.remove(1)  # now those that have been passed by are free
+            for snapshot in (host, device):
+                assert snapshot.restore(ctx, 2) == 100
 
 
 # ── what would abort the process ─────────────────────────────────────────────────────────────────────
