@@ -27,7 +27,7 @@ Downloads the pinned llama.cpp, checks its hash, builds it for this machine's CP
 the headers and build-info.json into swarmkv_ll/_lib/. Does nothing when nothing changed.
 
   --portable     build the CPU code for every kind of processor and choose when loading (takes long)
-  --cuda         build the CUDA backend too, as a module beside the CPU's (18 minutes on 2 cores; docs/cuda.md)
+  --cuda         build the CUDA backend too, as a module beside the CPU's (20 minutes on 2 cores; docs/cuda.md)
   --arch N       GPU architecture for --cuda, e.g. 61 for compute capability 6.1, or native: what the driver says.
                  May be repeated. Default: native where there is a driver with a device, else 61
   --toolkit DIR  CUDA toolkit for --cuda. Default auto: one on this machine that can, else CUDA 12.4 is put together

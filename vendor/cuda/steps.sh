@@ -128,7 +128,7 @@ install_module() {
 # Measured for 61, and rounded up: time, objects and copies of the module grow with the architectures. A toolkit from
 # packages takes most while it is unpacked.
 n_architectures() { wc -w <<<"$architectures"; }
-expected_minutes() { echo $(((2100 * $(n_architectures) / jobs + 59) / 60)); }
+expected_minutes() { echo $(((2400 * $(n_architectures) / jobs + 59) / 60)); }
 cuda_space() {
   local n
   n=$(n_architectures)

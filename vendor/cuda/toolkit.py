@@ -45,7 +45,7 @@ FOLDER = f"cuda-{ASSEMBLED}"
 WHEELS = HERE / "wheels.txt"
 
 
-class Obstacle(Exception):
+class Obstacle(Exception):  # noqa: N818 - it is what the plan calls it
     """Why it cannot be done: a line for each reason."""
 
 
@@ -306,6 +306,8 @@ PTXAS_FLAGS      +=
 def assemble(cache: Path) -> None:
     """Put the toolkit together in the cache and rename it when it works. The system is not touched."""
     target, downloads = cache / FOLDER, cache / "downloads"
+    if target.is_dir():
+        return
     downloads.mkdir(parents=True, exist_ok=True)
     # Of a run that was killed. The caller holds the lock.
     for left in (*cache.glob(f".{FOLDER}.*"), *downloads.glob(f".{DEB}.*"), *downloads.glob(".wheel.*")):
