@@ -325,6 +325,7 @@ def assemble(cache: Path) -> None:
         made = Toolkit.at(stage)
         if made.version != ASSEMBLED or made.codes != ASSEMBLED_CODES:
             raise Obstacle(f"what was assembled is CUDA {made.version} for {' '.join(made.codes)}")
+        stage.chmod(0o755)  # as a folder that is not a temporary one
         os.rename(stage, target)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
