@@ -349,7 +349,9 @@ def test_snapshots_fork_restore_and_go_through_files(run: Run, files: Files, mod
 
 @pytest.mark.parametrize("options", [{}, {"kv_unified": False}, {"flash_attn": False}], ids=str)
 def test_device_snapshots_in_any_order_of_calls(run: Run, files: Files, options: dict[str, bool]) -> None:
-    printed = run(f"path, options = files['llama'], {options}\nfrom swarmkv_ll.errors import SnapshotError\n{HISTORY}")
+    printed = run(
+        f"path, options, n_steps = files['llama'], {options}, 320\nfrom swarmkv_ll.errors import SnapshotError\n{HISTORY}"
+    )
     assert printed == str("flash_attn" in options)
 
 

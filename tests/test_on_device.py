@@ -149,7 +149,7 @@ HISTORY = """
 rng = np.random.default_rng(7)
 pairs, restored, overwritten, padding = {}, 0, 0, 0
 with Model(path) as model, Arena(4 << 20) as arena, new_context(model, 256, 3, **options) as ctx:
-    for _ in range(600):
+    for _ in range(n_steps):
         seq, what = int(rng.integers(3)), rng.choice(["decode", "remove", "copy", "take", "restore", "clear"],
                                                      p=[0.35, 0.1, 0.05, 0.25, 0.24, 0.01])
         n = ctx.position(seq)
@@ -207,7 +207,7 @@ def test_as_a_host_snapshot_would_in_any_order_of_calls(files: Files, options: d
         from helpers import *
         from swarmkv_ll import Arena, Model
         from swarmkv_ll.errors import SnapshotError
-        path, options = sys.argv[1], json.loads(sys.argv[2])
+        path, options, n_steps = sys.argv[1], json.loads(sys.argv[2]), 600
     """
     printed = run_ok(textwrap.dedent(before) + HISTORY, files["llama"], json.dumps(options))
     assert printed == str("flash_attn" in options)
