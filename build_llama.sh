@@ -440,7 +440,7 @@ lacking_space() {
   if [[ $(mount_of "$work") == "$(mount_of "$cache")" ]]; then
     lacks "$work" $((work_mib + cache_mib))
   else
-    { lacks "$work" $work_mib && lacks "$cache" $cache_mib; } | sed -n 1p
+    { lacks "$work" $work_mib; lacks "$cache" $cache_mib; } | sed -n 1p
   fi
 }
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from . import elf
 from .errors import BinaryFormatError, CudaUnavailableError
-from .fatbin import Code, gpu_code
+from .fatbin import Code, code_in
 from .printable import one_line
 
 MODULE = "libggml-cuda.so"
@@ -217,8 +217,7 @@ def prepare(lib_dir: Path, engine_stamp: str) -> Path | None:
         raise refusal(f"the CUDA module was built for engine {_brief(info['stamp'])}, this is {engine_stamp}; {AGAIN}")
     try:
         with elf.mapped(module) as data:
-            build_id, sonames = elf.build_id(data), elf.needed(data)
-        code = gpu_code(module)
+            build_id, sonames, code = elf.build_id(data), elf.needed(data), code_in(data)
     except BinaryFormatError as error:
         raise refusal(f"the CUDA module is damaged: {error}; {AGAIN}") from None
     if build_id != info["build_id"]:

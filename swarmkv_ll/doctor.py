@@ -14,7 +14,7 @@ from . import cuda, elf
 from .arena import Arena, available_memory
 from .default_model import find_default_model
 from .errors import BinaryFormatError, CudaUnavailableError, SwarmKVError
-from .fatbin import Code, gpu_code
+from .fatbin import Code, code_in
 from .ffi import LIB_DIR, C, ffi, mapped_files, waiting_policy
 from .limits import default_n_threads
 from .printable import one_line
@@ -75,8 +75,8 @@ def _cuda() -> dict[str, Any]:
     damage = toolkit = driver = driver_error = None
     if built:
         try:
-            code = gpu_code(module)
             with elf.mapped(module) as data:
+                code = code_in(data)
                 libraries = {name: cuda.find_library(name, LIB_DIR) for name in elf.needed(data) if "libcu" in name}
         except BinaryFormatError as error:
             damage = one_line(error, cuda.LONGEST)
